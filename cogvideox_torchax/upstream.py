@@ -1,9 +1,9 @@
 """Every use of other packages' undocumented interfaces.
 
 When a release removes one, this file alone changes; `tests/test_upstream.py` finds what is gone. `_attribute`
-reads most of the private names, so that the error of a missing one says which release to install. A function
-that patches a class is decorated with `functools.cache`, so that it patches the class once. Imports are
-inside functions, so that the Flax build can use this module without torch.
+reads most of the private names, also those in private modules, so that the error of a missing one says which
+release to install. A function that patches a class is decorated with `functools.cache`, so that it patches
+the class once. Imports are inside functions, so that the Flax build can use this module without torch.
 
 A *mode* of torch is an object through which torch sends all calls of a thread; torchax is on in a thread
 while its modes are. A *part* of a pipeline is one of its components, such as a network or the scheduler. A
@@ -14,11 +14,12 @@ import contextlib
 import copyreg
 import dataclasses
 import functools
+import importlib
 import io
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -28,12 +29,18 @@ from cogvideox_torchax.versions import TESTED, installed
 
 
 def _attribute(package: str, owner: Any, name: str) -> Any:
-    """Return an attribute that a new release may lack; `ImportError` then names the release that has it."""
+    """Return an attribute of a class, or of a module, which is given by its name and imported.
+
+    A new release may lack the attribute or the module; `ImportError` then names the release that has it.
+    """
     try:
+        if isinstance(owner, str):
+            owner = importlib.import_module(owner)
         return getattr(owner, name)
-    except AttributeError as error:
+    except (AttributeError, ModuleNotFoundError) as error:
+        home = getattr(owner, "__name__", owner)
         raise ImportError(
-            f"{package} {installed(package)} has no {owner.__name__}.{name} any more: install "
+            f"{package} {installed(package)} has no {home}.{name} any more: install "
             f"{package}=={TESTED[package].newest}, which is tested"
         ) from error
 
@@ -54,31 +61,22 @@ def torchax_is_on() -> bool:
     """Return whether this thread's torch calls go through torchax."""
     if "torchax" not in sys.modules:
         return False
-    import torch.overrides
-
     # While torchax is on, its mode is on torch's stack of function modes. torchax's own flag `enabled` is of
     # no use: it turns false after the first function that runs through `jax_view`.
-    mode = _attribute("torchax", sys.modules["torchax.tensor"], "XLAFunctionMode")
-    stack = _attribute("torch", torch.overrides, "_get_current_function_mode_stack")
+    mode = _attribute("torchax", "torchax.tensor", "XLAFunctionMode")
+    stack = _attribute("torch", "torch.overrides", "_get_current_function_mode_stack")
     return any(isinstance(active, mode) for active in stack())
 
 
 def torchax_off() -> contextlib.ExitStack:
     """Take torchax's modes off this thread's stacks of modes; closing the returned context puts them back."""
-    import torch.overrides
-    import torch.utils._python_dispatch
-
     # A thread has two stacks: torch's functions go through the modes on one, and torch's operators through
     # those on the other. torchax has a mode on each. torch has no public way to take off a mode that is not
     # the last one, so each stack is emptied, and filled again without torchax's mode.
     # (torch's module with a stack, its function that returns the stack, torchax's class of modes there)
     stacks = (
-        (torch.overrides, "_get_current_function_mode_stack", "XLAFunctionMode"),
-        (
-            torch.utils._python_dispatch,
-            "_get_current_dispatch_mode_stack",
-            "XLADispatchMode",
-        ),
+        ("torch.overrides", "_get_current_function_mode_stack", "XLAFunctionMode"),
+        ("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", "XLADispatchMode"),
     )
     with contextlib.ExitStack() as restoring:  # if a stack cannot be changed, those before it are put back
         for owner, modes_function, mode_class in stacks:
@@ -86,7 +84,7 @@ def torchax_off() -> contextlib.ExitStack:
                 _attribute("torch", owner, name) for name in (modes_function, "_push_mode", "_pop_mode")
             )
             old_modes = current_modes()  # a new list, the outermost mode first
-            torchax_mode = _attribute("torchax", sys.modules["torchax.tensor"], mode_class)
+            torchax_mode = _attribute("torchax", "torchax.tensor", mode_class)
 
             # `restoring` runs this again after the loop, when the loop's variables are those of the last
             # stack. The default arguments keep the functions of this stack.
@@ -114,23 +112,17 @@ def jax_has_started() -> bool:
 
 def process_store() -> Any:
     """Return the store of texts by key that the connected processes share: a client of `jax.distributed`."""
-    from jax._src import distributed
-
-    return _attribute("jax", distributed, "global_state").client
+    return _attribute("jax", "jax._src.distributed", "global_state").client
 
 
 def trace_context() -> Any:
     """Return JAX's settings in this thread that make it trace a function anew: a tuple with a hash."""
-    from jax._src import config
-
-    return _attribute("jax", config, "trace_context")()
+    return _attribute("jax", "jax._src.config", "trace_context")()
 
 
 def cache_path(directory: str) -> Any:
     """Return the path of a directory as JAX's compile cache takes it: with etils, a bucket's address too."""
-    from jax._src.path import Path
-
-    return Path(directory)
+    return _attribute("jax", "jax._src.path", "Path")(directory)
 
 
 @functools.cache
@@ -155,14 +147,13 @@ def compiled_call(lowered: Any) -> tuple[bytes, str | None]:
     `serialize_executable.serialize` fails on a CPU, for an executable that was loaded from the cache.
     """
     import jax
-    from jax.experimental import serialize_executable
 
     keys = _cache_keys()
     keys.last = None
     compiled = lowered.compile()
     unloaded = dataclasses.replace(compiled._executable._unloaded_executable, xla_executable=None)
     with io.BytesIO() as file:
-        pickler = _attribute("jax", serialize_executable, "_JaxPjrtPickler")(file)
+        pickler = _attribute("jax", "jax.experimental.serialize_executable", "_JaxPjrtPickler")(file)
         pickler.dump((unloaded, jax.tree.leaves(compiled.args_info), compiled.out_tree, compiled._no_kwargs))
         return file.getvalue(), keys.last
 
@@ -174,12 +165,10 @@ def loaded_call(pickled: bytes, key: str, arguments_tree: Any, client: Any) -> t
     the tree of (arguments, keywords).
     """
     import jax
-    from jax._src import compilation_cache
-    from jax.experimental import serialize_executable
 
-    unpickler = _attribute("jax", serialize_executable, "_JaxPjrtUnpickler")(io.BytesIO(pickled), client)
-    unloaded, information, out_tree, no_kwargs = unpickler.load()
-    load = _attribute("jax", compilation_cache, "get_executable_and_time")
+    unpickler = _attribute("jax", "jax.experimental.serialize_executable", "_JaxPjrtUnpickler")
+    unloaded, information, out_tree, no_kwargs = unpickler(io.BytesIO(pickled), client).load()
+    load = _attribute("jax", "jax._src.compilation_cache", "get_executable_and_time")
     executable, _seconds = load(key, None, client, unloaded.device_list)
     if executable is None:
         return None
@@ -295,30 +284,13 @@ def one_program_each(registry: Any) -> None:
 
 def added_device() -> str:
     """Return the name of the device that a package has added to PyTorch, "privateuseone" if none has."""
-    import torch
-
-    return _attribute("torch", torch._C, "_get_privateuse1_backend_name")()
+    return _attribute("torch", "torch._C", "_get_privateuse1_backend_name")()
 
 
 def traced_whole(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that `torch.compile` traces by running it, as `jax.jit` does."""
     # Any other function is traced by reading its bytecode, which fails for code of JAX.
-    import torch._dynamo
-
-    return _attribute("torch", torch._dynamo, "nonstrict_trace")(function)
-
-
-def untraceable_errors() -> tuple[type[Exception], ...]:
-    """Return JAX's errors of code that needs the values of arrays while it is traced."""
-    import jax
-
-    names = (
-        "ConcretizationTypeError",
-        "NonConcreteBooleanIndexError",
-        "TracerArrayConversionError",
-        "TracerIntegerConversionError",
-    )
-    return tuple(_attribute("jax", jax.errors, name) for name in names)
+    return _attribute("torch", "torch._dynamo", "nonstrict_trace")(function)
 
 
 def is_traced(array: Any) -> bool:
@@ -330,9 +302,7 @@ def is_traced(array: Any) -> bool:
 
 def is_tracing() -> bool:
     """Return whether JAX is tracing in this thread: for a program, a gradient or a shape."""
-    from jax._src import core
-
-    return not _attribute("jax", core, "trace_state_clean")()
+    return not _attribute("jax", "jax._src.core", "trace_state_clean")()
 
 
 def module_of(function: Any) -> str:
@@ -347,10 +317,8 @@ def module_of(function: Any) -> str:
 
 def global_hooks() -> list[Any]:
     """Return torch's hooks that run before and after each module's forward, whatever the module."""
-    from torch.nn.modules import module
-
     names = ("_global_forward_hooks", "_global_forward_pre_hooks")
-    return [hook for name in names for hook in _attribute("torch", module, name).values()]
+    return [hook for name in names for hook in _attribute("torch", "torch.nn.modules.module", name).values()]
 
 
 def _wrap_class_method(kind: Any, name: str, around: Callable[..., Any]) -> None:
@@ -470,11 +438,39 @@ OFFLOADING_HOOKS = ("lazy_prefetch_group_offloading", "layer_execution_tracker",
 """The names of diffusers' hooks that move weights between devices."""
 
 
-def _hooks_of(network: Any) -> Iterator[tuple[Any, str]]:
-    """Yield (registry, name) for each hook of diffusers in a network."""
+class Hooked(NamedTuple):
+    """A hook of diffusers on a module of a model.
+
+    Attributes:
+        module: the module's name in the model.
+        name: the hook's name in the module's registry of hooks.
+        hook: the hook itself.
+    """
+
+    module: str
+    name: str
+    hook: Any
+
+
+def _hooks_of(network: Any) -> list[Hooked]:
+    """List the hooks of diffusers in a network."""
+    registries = ((path, vars(module).get("_diffusers_hook")) for path, module in network.named_modules())
+    return [
+        Hooked(path, name, hook)
+        for path, registry in registries
+        if registry is not None
+        for name, hook in registry.hooks.items()
+    ]
+
+
+def _remove_hooks(network: Any, hooks: list[Hooked]) -> None:
+    """Take hooks of `_hooks_of` off a network's modules."""
+    for hooked in hooks:
+        vars(network.get_submodule(hooked.module))["_diffusers_hook"].remove_hook(hooked.name, recurse=False)
+    # Removing a hook leaves the forward of the module's class as an attribute of the module.
     for module in network.modules():
-        registry = vars(module).get("_diffusers_hook")
-        yield from ((registry, name) for name in ([] if registry is None else [*registry.hooks]))
+        if "_diffusers_hook" in vars(module):
+            _delete_class_forward(module)
 
 
 CASTING_HOOKS = "layerwise_casting", "peft_autocast_disable"
@@ -483,7 +479,7 @@ CASTING_HOOKS = "layerwise_casting", "peft_autocast_disable"
 
 def is_cast(network: Any) -> bool:
     """Return whether hooks of diffusers cast a network's weights layer by layer."""
-    return any(name == CASTING_HOOKS[0] for _registry, name in _hooks_of(network))
+    return any(hooked.name == CASTING_HOOKS[0] for hooked in _hooks_of(network))
 
 
 def cast_dtype(module: Any) -> Any:
@@ -495,20 +491,17 @@ def cast_dtype(module: Any) -> Any:
 
 def take_casting(network: Any) -> None:
     """Take the hooks off a network that cast its weights, which stay as they are."""
-    for registry, name in [*_hooks_of(network)]:
-        if name in CASTING_HOOKS:
-            # diffusers would refuse, as nothing gives the weights back the bits that they have lost.
-            registry.hooks[name].deinitalize_hook = lambda module: module
-            registry.remove_hook(name, recurse=False)
-    for module in network.modules():
-        _delete_class_forward(module)
+    hooks = [hooked for hooked in _hooks_of(network) if hooked.name in CASTING_HOOKS]
+    for hooked in hooks:
+        # diffusers would refuse, as nothing gives the weights back the bits that they have lost.
+        hooked.hook.deinitalize_hook = lambda module: module
+    _remove_hooks(network, hooks)
 
 
 def from_gguf(data: Any, quant_type: Any) -> Any:
     """Return the matrix (O, I), in float16 or float32, that GGUF's bytes (O, bytes) stand for."""
-    from diffusers.quantizers.gguf import utils
-
-    block_size, bytes_of_block = utils.GGML_QUANT_SIZES[quant_type]
+    utils = "diffusers.quantizers.gguf.utils"
+    block_size, bytes_of_block = _attribute("diffusers", utils, "GGML_QUANT_SIZES")[quant_type]
     write_out = _attribute("diffusers", utils, "dequantize_functions")[quant_type]
     blocks = write_out(data.reshape(-1, bytes_of_block), block_size, bytes_of_block)
     return blocks.reshape(data.shape[0], -1)
@@ -538,7 +531,9 @@ def bits_of(weight: Any) -> tuple[Any, Any, int | None] | None:
 def is_offloaded(network: Any) -> bool:
     """Return whether hooks move a network's weights between devices."""
     # accelerate marks such a network by the attribute `_hf_hook`, and diffusers by the names of its hooks.
-    return hasattr(network, "_hf_hook") or any(name in OFFLOADING_HOOKS for _, name in _hooks_of(network))
+    return hasattr(network, "_hf_hook") or any(
+        hooked.name in OFFLOADING_HOOKS for hooked in _hooks_of(network)
+    )
 
 
 def take_offloading(network: Any) -> bool:
@@ -552,18 +547,17 @@ def take_offloading(network: Any) -> bool:
     if not is_offloaded(network):
         return False
     remove_hook_from_module(network, recurse=True)
-    hooks = [(registry, name) for registry, name in _hooks_of(network) if name in OFFLOADING_HOOKS]
-    groups = (getattr(registry.hooks[name], "group", None) for registry, name in hooks)
+    for module in network.modules():
+        _delete_class_forward(module)
+    hooks = [hooked for hooked in _hooks_of(network) if hooked.name in OFFLOADING_HOOKS]
+    groups = (getattr(hooked.hook, "group", None) for hooked in hooks)
     on_disk: list[Any] = [group for group in groups if getattr(group, "offload_to_disk_path", None)]
     # A tied weight is in the files of several groups. Only the file that was written first has its values, as
     # diffusers empties a weight that it has written: so that file is read last.
     written_at = {group: os.stat(group.safetensors_file_path).st_mtime_ns for group in reversed(on_disk)}
     for group in sorted(written_at, key=lambda group: written_at[group], reverse=True):
         group.onload_()
-    for registry, name in hooks:
-        registry.remove_hook(name, recurse=False)
-    for module in network.modules():
-        _delete_class_forward(module)
+    _remove_hooks(network, hooks)
     return True
 
 
@@ -579,9 +573,7 @@ COMPILING_EVENTS = ("/jax/core/compile/backend_compile_duration",)
 
 def scaling_loras(step: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a transformer's forward `step` so that `attention_kwargs["scale"]` scales its LoRAs."""
-    from diffusers.utils import peft_utils
-
-    return _attribute("diffusers", peft_utils, "apply_lora_scale")("attention_kwargs")(step)
+    return _attribute("diffusers", "diffusers.utils.peft_utils", "apply_lora_scale")("attention_kwargs")(step)
 
 
 CACHE_HOOKS = ("FBC", "Mag", "PyramidAttention", "FasterCache", "TaylorSeer", "SeaCache", "TextKVCache")
@@ -591,34 +583,12 @@ CACHE_STATE = frozenset({"_cache_config", "_diffusers_hook", "step_cache"})
 """The attributes in which a transformer holds its cache."""
 
 
-class Hooked(NamedTuple):
-    """A hook of diffusers that was on a module of a model.
-
-    Attributes:
-        module: the module's name in the model.
-        name: the hook's name in the module's registry of hooks.
-        hook: the hook itself.
-    """
-
-    module: str
-    name: str
-    hook: Any
-
-
 def take_hooks(model: Any) -> list[Hooked]:
     """Take the hooks of diffusers' caches off a model's modules, and return them."""
-    taken = []
-    for name, module in model.named_modules():
-        registry = vars(module).get("_diffusers_hook")
-        if registry is None:
-            continue
-        for hook_name, hook in list(registry.hooks.items()):
-            if type(hook).__name__.startswith(CACHE_HOOKS):  # the prefixes of the names of caches' hooks
-                registry.remove_hook(hook_name, recurse=False)
-                hook.fn_ref = None  # drops the hook's reference to the module
-                taken.append(Hooked(name, hook_name, hook))
-        # Removing a hook leaves the forward of the module's class as an attribute of the module.
-        _delete_class_forward(module)
+    taken = [hooked for hooked in _hooks_of(model) if type(hooked.hook).__name__.startswith(CACHE_HOOKS)]
+    _remove_hooks(model, taken)
+    for hooked in taken:
+        hooked.hook.fn_ref = None  # drops the hook's reference to the module
     return taken
 
 
@@ -681,10 +651,8 @@ def record_ratio(hook: Any, ratio: Any) -> None:
 @functools.cache
 def register_block(kind: type) -> None:
     """Register a class of blocks with diffusers' caches, as diffusers does for its CogVideoX block."""
-    from diffusers.hooks import _helpers
-
-    registry = _attribute("diffusers", _helpers, "TransformerBlockRegistry")
-    metadata = _attribute("diffusers", _helpers, "TransformerBlockMetadata")
+    registry = _attribute("diffusers", "diffusers.hooks._helpers", "TransformerBlockRegistry")
+    metadata = _attribute("diffusers", "diffusers.hooks._helpers", "TransformerBlockMetadata")
     # The caches look up here which item of a block's result is the patches, and which the text.
     registry.register(kind, metadata(return_hidden_states_index=0, return_encoder_hidden_states_index=1))
 

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import sys
 
 import diffusers
 import jax
@@ -131,6 +132,12 @@ def test_what_a_release_takes_away_is_named_with_the_release_that_has_it(monkeyp
     monkeypatch.delattr(getattr(owner, kind) if kind else owner, name)
     with pytest.raises(ImportError, match=words):
         use()
+
+
+def test_a_module_that_a_release_takes_away_is_named_with_the_release_that_has_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax._src.config", None)
+    with pytest.raises(ImportError, match="has no jax._src.config.trace_context any more: install jax=="):
+        upstream.trace_context()
 
 
 # What ported classes override by its name

@@ -39,6 +39,7 @@ class Backend:
     """A backend; `load`, `from_native` and `of` return it with a VAE to run.
 
     Attributes:
+        name: by which it is chosen.
         build: the file of this package that has the backend's functions.
         uses: what the backend may be used for.
         stock: whether it runs diffusers' own modules.
@@ -48,6 +49,7 @@ class Backend:
             None before one is loaded.
     """
 
+    name: str
     build: str
     uses: AbstractSet[Use]
     stock: bool = False
@@ -120,10 +122,13 @@ class Backend:
 
 
 _TABLE = {
-    "torch": Backend("modules", {"run", "verify"}, stock=True, on_jax=False),
-    "torchax-stock": Backend("modules", {"plan"}, stock=True),
-    "torchax": Backend("modules", {"run", "verify", "plan"}),
-    "flax": Backend("flax", {"run", "verify", "plan"}, axes=NTHWC),
+    entry.name: entry
+    for entry in (
+        Backend("torch", "modules", {"run", "verify"}, stock=True, on_jax=False),
+        Backend("torchax-stock", "modules", {"plan"}, stock=True),
+        Backend("torchax", "modules", {"run", "verify", "plan"}),
+        Backend("flax", "flax", {"run", "verify", "plan"}, axes=NTHWC),
+    )
 }
 
 

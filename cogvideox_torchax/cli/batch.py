@@ -60,8 +60,8 @@ def encode(args: argparse.Namespace) -> int:
         common.take_bundled_model(args)
         config = common.config_of(
             args,
+            args.fps,
             buckets=tuple(map(clip.Bucket.parse, args.buckets.split(","))) if args.buckets else (),
-            fps=args.fps and str(args.fps),  # a `Fraction` as text; None stays None
             windows=args.windows,
             min_size=args.min_size,
             keep=args.keep or clip.POSTERIOR,

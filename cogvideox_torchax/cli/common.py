@@ -119,13 +119,16 @@ def device_name(backend: str) -> str:
 # Clips
 
 
-def config_of(args: argparse.Namespace, **options: Any) -> ClipConfig:
-    """Return a `ClipConfig` with the values of a command's options; `options`, by field, take precedence."""
+def config_of(args: argparse.Namespace, fps: Fraction | None = None, **options: Any) -> ClipConfig:
+    """Return a `ClipConfig` with the values of a command's options; `options`, by field, take precedence.
+
+    `fps` is the rate at which frames are taken from a clip; None for every frame.
+    """
     # A command may lack some of these options: then the field keeps its default.
     names = ("model", "backend", "dtype", "tiling", "dp", "tp", "frames", "height", "width", "crop")
     fields = {name: getattr(args, name) for name in names if hasattr(args, name)} | options
     parse_dtype(fields["dtype"])  # raises for an unknown name
-    return ClipConfig(**fields)
+    return ClipConfig(**fields, fps=None if fps is None else str(fps))
 
 
 def open_clip(args: argparse.Namespace, at_most: int | None = None, fps: Fraction | None = None) -> ClipPart:
@@ -141,7 +144,7 @@ def open_clip(args: argparse.Namespace, at_most: int | None = None, fps: Fractio
         # a lower `fps` would take fewer; but no command passes both `at_most` and `fps`.
         count = video.probe(args.video, at_most).num_frames
     # `verify` has several dtypes; the part depends on none of them.
-    config = config_of(args, dtype="float32", frames=count, fps=None if fps is None else str(fps))
+    config = config_of(args, fps, dtype="float32", frames=count)
     # The clip is in no data set, so its id is "".
     return select_part(Clip("", args.video), config, SPATIAL_SCALE)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from cogvideox_torchax import backends, runtime
+from cogvideox_torchax.dataset.clip import local_mesh
 from cogvideox_torchax.dataset.directory import ProcessShard
 from cogvideox_torchax.files import video
 
@@ -40,14 +41,7 @@ def _check_options(args: argparse.Namespace, *, needing_mesh: tuple[str, ...]) -
 def mesh_of(args: argparse.Namespace) -> Any:
     """Return the mesh that `--dp` and `--tp` ask for, or None for one device; `ValueError` if none fits."""
     _check_options(args, needing_mesh=("dp", "tp"))
-    if (args.dp, args.tp) in ((None, None), (1, 1)):
-        return None
-    import jax
-
-    from cogvideox_torchax import sharding
-
-    # Of several processes with a model each, this one's own devices. Without --tp, all that dp leaves.
-    return sharding.make_mesh(args.dp or 1, args.tp, devices=jax.local_devices())
+    return local_mesh(args.dp, args.tp)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ import argparse
 import contextlib
 import functools
 import shlex
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from typing import Any
 from cogvideox_torchax import runtime
 from cogvideox_torchax.cli import batch, common, devices, generation, options, preview, prompts, stages
 from cogvideox_torchax.files import faults, latents as latent_files, whole
-from cogvideox_torchax.pipelines import cache_options, description
-from cogvideox_torchax.vae import memory
+from cogvideox_torchax.pipelines import description
 
 FPS, FPS_OF_1_5 = Fraction(8), Fraction(16)
 """The frames a second that CogVideoX and CogVideoX 1.5 were trained with, by their model cards."""
@@ -206,7 +204,7 @@ def run(args: argparse.Namespace) -> int | None:
     common.take_bundled_pipeline(args)  # sets `args.model` if no --model is given
     if args.prompts:
         args.fps = args.fps or _frame_rate_of(args.model)
-        return prompts.run(args, _prepared)
+        return prompts.run(args)
     if args.preview:
         whole.check_file(args.preview)
     if args.video:
@@ -310,16 +308,14 @@ def _sample_latents(
     `--save-stages` gets the prompt's embeddings and the latents. With `--from-stage text` an earlier run's
     embeddings are read there, and no text encoder is loaded.
     """
-    # An earlier run's embeddings. Here --from-stage is "text": with "latents" nothing is sampled.
-    saved_text = stages.load_text(args.save_stages) if args.from_stage else None
     # A description of the model by its configs. The weights are loaded after all checks.
     model = description.describe(args.model, image=args.image is not None, clip=args.video is not None)
-    if saved_text is not None:
-        saved_text.check_model(model.fingerprint)
+    # An earlier run's embeddings. Here --from-stage is "text": with "latents" nothing is sampled.
+    saved_text = stages.load_text(args.save_stages, model.fingerprint) if args.from_stage else None
     request = stages.request_from_options(vars(args), model.size, saved_text)
     common.parse_dtype(request.dtype)  # for its error
     generation.check(request, model)
-    pipe = _prepared(args, model, request, with_text=saved_text is None)(group.mesh)
+    pipe = generation.prepared(args, model, request, with_text=saved_text is None)(group.mesh)
     # Of several processes the first writes files. The others make the same calls.
     directory = Path(args.save_stages) if args.save_stages and group.is_first else None
     # Called with the latents after each step, to write a picture of them.
@@ -328,54 +324,20 @@ def _sample_latents(
         write_preview = (
             preview.preview_writer(pipe.vae, args.preview, common.say) if group.is_first else lambda _: None
         )
-    running = generation.Generation(pipe, model, request, directory, write_preview)
     # The keys are names of the pipeline's arguments.
-    embeddings: dict[str, Any] = running.encode_text() if saved_text is None else dict(saved_text.tensors)
-    latents = replace(running.sample(embeddings), fps=args.fps)
+    embeddings: dict[str, Any] = (
+        generation.encode_text(pipe, model, request) if saved_text is None else dict(saved_text.tensors)
+    )
+    if directory is not None:
+        # Latents of an earlier run are deleted before a new text is written, and before sampling, which may
+        # fail: a process that is killed never leaves them beside a text that is not theirs.
+        stages.path_of(directory, stages.LATENTS).unlink(missing_ok=True)
+        if saved_text is None:
+            stages.save_text(directory, embeddings, request=request, model=model.fingerprint)
+    latents = generation.sample(pipe, model, request, embeddings, args.fps, write_preview)
     if directory is not None:
         latent_files.save(latents, stages.path_of(directory, stages.LATENTS))
     if args.cache and group.is_first:
         # As text, the cache is the number of steps that it has skipped.
         common.say(f"--cache {args.cache}: {pipe.transformer.step_cache}")
     return pipe.vae, latents
-
-
-def _prepared(
-    args: argparse.Namespace, model: description.Model, request: stages.Request, *, with_text: bool = True
-) -> Callable[[Any], Any]:
-    """Check a pipeline's options; return the function that loads it over a mesh, or over one device for None.
-
-    The options and `request` say how the pipeline runs.
-    """
-    memory.check_tiling(args.tiling, model.spatial_compression_ratio)
-    cache_config = None
-    if args.cache:  # before the weights are loaded, so that a wrong --cache is refused at once
-        cache_config = cache_options.config_of(
-            args.cache,
-            steps=generation.steps_of(request, model),
-            guided=request.guidance_scale > 1,  # a scale of 1 or less is no guidance
-            timestep=lambda: pipe.current_timestep,  # of `pipe` below: it is called while that runs
-        )
-    scheduler = generation.scheduler_of(args.scheduler, model) if args.scheduler else None
-    lora = generation.lora_path(args.lora, model) if args.lora else None
-
-    def load(mesh: Any) -> Any:
-        nonlocal pipe
-        pipe = generation.load_generator(
-            model,
-            common.parse_dtype(request.dtype),
-            mesh,
-            with_text=with_text,
-            scheduler=scheduler,
-            lora=lora,
-            lora_scale=1.0 if args.lora_scale is None else args.lora_scale,
-            weights=args.weights,
-            offload=args.offload,
-        )
-        if cache_config is not None:
-            pipe.transformer.enable_cache(cache_config)
-        pipe.set_progress_bar_config(disable=args.quiet, desc="denoise", leave=False)
-        return pipe
-
-    pipe: Any = None
-    return load

@@ -3,12 +3,12 @@
 Everything that a user passes is checked against the model's configs before any weight is loaded.
 """
 
+import argparse
 import contextlib
 import difflib
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from cogvideox_torchax.cli import stages
+from cogvideox_torchax.cli import common, stages
 from cogvideox_torchax.files import faults, latents as latent_files, video
 from cogvideox_torchax.files.models import locate
+from cogvideox_torchax.pipelines import cache_options
 from cogvideox_torchax.pipelines.description import (
     CLASSES,
     CONTROL,
@@ -30,6 +31,7 @@ from cogvideox_torchax.pipelines.description import (
     check_size,
 )
 from cogvideox_torchax.runtime import to_torch, without_torchax
+from cogvideox_torchax.vae import memory
 
 
 def check(request: stages.Request, model: Model) -> None:
@@ -158,165 +160,149 @@ def lora_path(name: str, model: Model) -> Path:
     return path
 
 
-def load_generator(
-    model: Model,
-    dtype: torch.dtype,
-    mesh: Any,
-    *,
-    with_text: bool,
-    scheduler: Any = None,
-    lora: Path | None = None,
-    lora_scale: float = 1.0,
-    weights: Any = None,
-    offload: bool = False,
-) -> Any:
-    """Load and port a model's pipeline, over a mesh of `make_mesh` or, with None, on one device.
+def prepared(
+    args: argparse.Namespace, model: Model, request: stages.Request, *, with_text: bool = True
+) -> Callable[[Any], Any]:
+    """Check a pipeline's options; return the function that loads and ports it.
+
+    The function's argument is a mesh of `make_mesh`, or None for one device.
 
     Args:
+        args: the options, which say with `request` how the pipeline runs.
         model: the model, as `describe` returns it.
-        dtype: dtype of all weights.
-        mesh: a mesh of `make_mesh`; None for one device.
+        request: its dtype is that of all weights.
         with_text: whether to load the text encoder; False if the prompt's embeddings are there already.
-        scheduler: a scheduler of `scheduler_of`; None for the model's own.
-        lora: the path of a LoRA, as `lora_path` returns it; None for none.
-        lora_scale: the LoRA's scale.
-        weights: "int8" or "int8-dynamic" for matrices in eight bits, as `load_pipeline` takes it.
-        offload: whether the weights of a network that is not used wait in the host's memory.
 
     Raises:
-        RequestError: the pipeline or the LoRA cannot be loaded.
+        ValueError: mostly a `RequestError`, now, or as the pipeline or its LoRA is loaded.
     """
-    import diffusers
+    memory.check_tiling(args.tiling, model.spatial_compression_ratio)
+    cache_config = functools.partial(
+        cache_options.config_of,
+        args.cache,
+        steps=steps_of(request, model),
+        guided=request.guidance_scale > 1,  # a scale of 1 or less is no guidance
+    )
+    if args.cache:
+        cache_config()  # for its error
+    scheduler = scheduler_of(args.scheduler, model) if args.scheduler else None
+    lora = lora_path(args.lora, model) if args.lora else None
 
-    from cogvideox_torchax.pipelines.loading import load_pipeline
+    def load(mesh: Any) -> Any:
+        import diffusers
 
-    # diffusers does not load a component that is passed as an object or as None.
-    omitted = {} if with_text else {"text_encoder": None, "tokenizer": None}
-    with _loading(model.name):
-        pipe: Any = load_pipeline(
-            model.name,
-            pipeline_class=getattr(diffusers, CLASSES[model.kind]),
-            mesh=mesh,
-            weights=weights,
-            offload=offload,
-            dtype=dtype,
-            **omitted,
-            **({"scheduler": scheduler} if scheduler else {}),
+        from cogvideox_torchax.pipelines.loading import load_pipeline
+
+        # diffusers does not load a component that is passed as an object or as None.
+        omitted = {} if with_text else {"text_encoder": None, "tokenizer": None}
+        with _loading(model.name):
+            pipe: Any = load_pipeline(
+                model.name,
+                pipeline_class=getattr(diffusers, CLASSES[model.kind]),
+                mesh=mesh,
+                weights=args.weights,
+                offload=args.offload,
+                dtype=common.parse_dtype(request.dtype),
+                **omitted,
+                **({"scheduler": scheduler} if scheduler else {}),
+            )
+        if lora:
+            with _loading(f"the LoRA {lora}"):
+                pipe.load_lora_weights(lora, adapter_name="lora", use_safetensors=True)
+                pipe.set_adapters("lora", 1.0 if args.lora_scale is None else args.lora_scale)
+        if args.cache:
+            pipe.transformer.enable_cache(cache_config(timestep=lambda: pipe.current_timestep))
+        pipe.set_progress_bar_config(disable=args.quiet, desc="denoise", leave=False)
+        return pipe
+
+    return load
+
+
+def encode_text(pipe: Any, model: Model, request: stages.Request) -> dict[str, torch.Tensor | None]:
+    """Return the embeddings (1, tokens, channels) of a request's prompts by the pipeline's argument names.
+
+    Without guidance the negative prompt has None.
+    """
+    with torch.no_grad():
+        positive, negative = pipe.encode_prompt(
+            request.prompt,
+            request.negative_prompt,
+            do_classifier_free_guidance=request.guidance_scale > 1,
+            max_sequence_length=model.transformer["max_text_seq_length"],
         )
-    if lora:
-        with _loading(f"the LoRA {lora}"):
-            pipe.load_lora_weights(lora, adapter_name="lora", use_safetensors=True)
-            pipe.set_adapters("lora", lora_scale)
-    return pipe
+    return {"prompt_embeds": positive, "negative_prompt_embeds": negative}
 
 
-@dataclass
-class Generation:
-    """The generation of one video by a loaded pipeline.
+def sample(
+    pipe: Any,
+    model: Model,
+    request: stages.Request,
+    embeddings: dict[str, torch.Tensor | None],
+    fps: Fraction,
+    show: Callable[[torch.Tensor], None] | None = None,
+) -> latent_files.Latents:
+    """Generate the latents of a request, and return them as the content of a latent file.
 
-    Attributes:
-        pipe: the pipeline of `load_generator`.
+    Args:
+        pipe: the pipeline, loaded by the function of `prepared`.
         model, request: the model and the request.
-        keep: directory to save stages in; None for none.
+        embeddings: those of the request's prompts, by the pipeline's argument names.
+        fps: frames a second of the video.
         show: called after each step with its latents (N, T, C, H, W) on the host, as the VAE's decoder takes
             them: divided by the VAE's scaling factor. None for no call.
     """
 
-    pipe: Any
-    model: Model
-    request: stages.Request
-    keep: Path | None = None
-    show: Callable[[torch.Tensor], None] | None = None
+    def unscaled_on_host(latents: torch.Tensor) -> torch.Tensor:
+        return 1 / model.vae["scaling_factor"] * to_torch(latents)
 
-    def encode_text(self) -> dict[str, torch.Tensor | None]:
-        """Return the prompts' embeddings (1, tokens, channels) by the pipeline's argument names.
+    def show_step(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if show is not None:
+            show(unscaled_on_host(kwargs["latents"]))
+        return {}  # the pipeline replaces its variables by those in this dictionary: by none
 
-        Without guidance the negative prompt has None. The embeddings are also saved in the directory `keep`,
-        if there is one.
-        """
-        with torch.no_grad():
-            positive, negative = self.pipe.encode_prompt(
-                self.request.prompt,
-                self.request.negative_prompt,
-                do_classifier_free_guidance=self.request.guidance_scale > 1,
-                max_sequence_length=self.model.transformer["max_text_seq_length"],
-            )
-        embeddings = {"prompt_embeds": positive, "negative_prompt_embeds": negative}
-        if self.keep is not None:
-            # Latents of an earlier text are deleted before the new text is written. In the opposite order, a
-            # process that is killed in between would leave them beside a text that is not theirs.
-            self._forget_latents()
-            stages.save_text(self.keep, embeddings, request=self.request, model=self.model.fingerprint)
-        return embeddings
+    sampled = pipe(
+        **_arguments(model, request),
+        **embeddings,
+        callback_on_step_end=show_step if show else None,
+        output_type="latent",
+    ).frames  # (1, T, C, H, W)
+    # To get whole patches, the pipelines pad the latents before the first frame: the padding is cut off.
+    padding = sampled.shape[1] - model.latent_frames(request.frames)
+    return latent_files.Latents(
+        # A latent file has (1, C, T, H, W), the channels before the frames.
+        tensor=unscaled_on_host(sampled)[:, padding:].permute(0, 2, 1, 3, 4).contiguous(),
+        config=dict(pipe.vae.config),
+        model=model.name,
+        fps=fps,
+        num_frames=request.frames,
+    )
 
-    def sample(self, embeddings: dict[str, torch.Tensor | None]) -> latent_files.Latents:
-        """Generate latents for a prompt's `embeddings`, and return them as the content of a latent file.
 
-        A file of latents that an earlier generation left in `keep` is deleted first, so that it is not taken
-        for this generation's if this one fails.
-        """
-        self._forget_latents()
-        sampled = self.pipe(
-            **self._arguments(),
-            **embeddings,
-            callback_on_step_end=self._show_step if self.show else None,
-            output_type="latent",
-        ).frames  # (1, T, C, H, W)
-        # To get whole patches, the pipelines pad the latents before the first frame: the padding is cut off.
-        padding = sampled.shape[1] - self.model.latent_frames(self.request.frames)
-        return latent_files.Latents(
-            # A latent file has (1, C, T, H, W), the channels before the frames.
-            tensor=self._unscaled_on_host(sampled)[:, padding:].permute(0, 2, 1, 3, 4).contiguous(),
-            config=dict(self.pipe.vae.config),
-            model=self.model.name,
-            fps=Fraction(8),  # the rate of the videos that the models were trained on
-            num_frames=self.request.frames,
-        )
+def _arguments(model: Model, request: stages.Request) -> dict[str, Any]:
+    """Return the arguments of the pipeline's call that its kind takes, without the embeddings."""
+    arguments: dict[str, Any] = {
+        "height": request.height,
+        "width": request.width,
+        "num_inference_steps": request.num_inference_steps,
+        "guidance_scale": request.guidance_scale,
+        "generator": torch.Generator("cpu").manual_seed(request.seed),
+    }
+    if model.kind in (TEXT, IMAGE):
+        arguments["num_frames"] = request.frames
+    if model.kind == IMAGE:
+        arguments["image"] = video.read_image(str(request.image))
+    if model.kind == VIDEO:
+        arguments |= {"video": _input_frames(request), "strength": request.strength}
+    if model.kind == CONTROL:
+        arguments["control_video"] = _input_frames(request)
+    return arguments
 
-    def _forget_latents(self) -> None:
-        """Delete the file of latents in `keep`, if there is one."""
-        if self.keep is not None:
-            stages.path_of(self.keep, stages.LATENTS).unlink(missing_ok=True)
 
-    def _arguments(self) -> dict[str, Any]:
-        """Return the arguments of the pipeline's call that its kind takes, without the embeddings."""
-        request = self.request
-        arguments: dict[str, Any] = {
-            "height": request.height,
-            "width": request.width,
-            "num_inference_steps": request.num_inference_steps,
-            "guidance_scale": request.guidance_scale,
-            "generator": torch.Generator("cpu").manual_seed(request.seed),
-        }
-        if self.model.kind in (TEXT, IMAGE):
-            arguments["num_frames"] = request.frames
-        if self.model.kind == IMAGE:
-            arguments["image"] = video.read_image(str(request.image))
-        if self.model.kind == VIDEO:
-            arguments |= {"video": self._input_frames(), "strength": request.strength}
-        if self.model.kind == CONTROL:
-            arguments["control_video"] = self._input_frames()
-        return arguments
+def _input_frames(request: stages.Request) -> list[Any]:
+    """Return the first frames of a request's clip, resized to the request's size, as pictures."""
+    from PIL import Image
 
-    def _input_frames(self) -> list[Any]:
-        # The first frames of the request's clip, resized to the request's size, as pictures.
-        from PIL import Image
-
-        framing = video.Framing(self.request.height, self.request.width)
-        frames = video.read_frames(str(self.request.video), framing, self.request.frames)
-        # A frame is (1, 3, H, W) bytes, an image's array (H, W, 3).
-        return [Image.fromarray(frame.squeeze(0).permute(1, 2, 0).numpy()) for frame in frames]
-
-    def _show_step(self, pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Pass a step's latents to `show`.
-
-        The pipeline calls this as its `callback_on_step_end`. It then replaces its variables by those in the
-        dictionary that is returned: by none.
-        """
-        if self.show is not None:
-            self.show(self._unscaled_on_host(kwargs["latents"]))
-        return {}
-
-    def _unscaled_on_host(self, latents: torch.Tensor) -> torch.Tensor:
-        """Return latents of the transformer on the host, as the VAE's decoder takes them."""
-        return 1 / self.model.vae["scaling_factor"] * to_torch(latents)
+    framing = video.Framing(request.height, request.width)
+    frames = video.read_frames(str(request.video), framing, request.frames)
+    # A frame is (1, 3, H, W) bytes, an image's array (H, W, 3).
+    return [Image.fromarray(frame.squeeze(0).permute(1, 2, 0).numpy()) for frame in frames]

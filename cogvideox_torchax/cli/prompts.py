@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,7 @@ ENCODED, GROUP = 8, 256
 """Texts in one call of the text encoder; videos whose texts are encoded before the first of them is made."""
 
 
-Prepare = Callable[[argparse.Namespace, description.Model, stages.Request], Callable[[Any], Any]]
-"""Checks the options of a pipeline, and returns the function that loads it over a mesh."""
-
-
-def run(args: argparse.Namespace, prepare: Prepare) -> int:
+def run(args: argparse.Namespace) -> int:
     """Generate the videos that the output directory lacks; return 1 if some cannot be generated, else 0."""
     batch.check_output_directory(args.output, "video")
     common.parse_dtype(args.dtype or "bfloat16")
@@ -59,11 +55,11 @@ def run(args: argparse.Namespace, prepare: Prepare) -> int:
         with directory.locked():
             steps = iter(())
             if directory.missing:
-                load = prepare(args, model, defaults)
+                load = generation.prepared(args, model, defaults)
                 if args.ray is None:
                     steps = directory.work(Generator(args, model, load(devices.mesh_of(args))))
                 else:
-                    steps = directory.work_on_ray((args, model, defaults, prepare))
+                    steps = directory.work_on_ray((args, model, defaults))
             report = batch.run_loop(args, steps, directory, unit="video")
     for name, reason in directory.bad.items():
         common.say(f"bad: {name}: {reason}")
@@ -103,13 +99,11 @@ class PromptDirectory(OutputDirectory):
     ):
         super().__init__(args.output, shard, retry=args.retry_failed)
         options = ("scheduler", "lora", "lora_scale", "cache", "tiling")
-        self._settings_of_all = {
+        settings = {
             **{name: value for name, value in asdict(defaults).items() if name != "prompt"},
             **{name: getattr(args, name) for name in options},
             **{"fps": str(args.fps), "model": model.name, "model_configs": model.fingerprint},
         }
-        if self._settings.exists():  # other settings are refused before anything is written
-            self.save_or_check_settings(self._settings_of_all)
         self._args, self._model = args, model
         self._defaults = defaults
         self._line_of: dict[str, int] = {}  # by a video's id
@@ -132,7 +126,7 @@ class PromptDirectory(OutputDirectory):
                         break
                     self._line_of[video_id] = number
                     self.add(video_id, self.path(video_id), request)
-        self.save_or_check_settings(self._settings_of_all)
+        self.save_or_check_settings(settings)  # nothing has been written before
 
     def _request(self, number: int, fields: dict[str, Any], copy: int) -> stages.Request:
         """Return the request of a line's video number `copy`, after its checks."""
@@ -195,12 +189,8 @@ class PromptDirectory(OutputDirectory):
             for name, request in self.missing.items()
         ]
         chips = self._args.dp * self._args.tp
-        for row in ray.dealt(
-            rows, PromptActor, arguments, chips, self._args.ray or None, actors=self._args.actors
-        ):
-            if row["error"]:
-                self._refuse(row["id"], row["error"])
-            yield loop.Step(row["id"], row["error"] or None, 0.0, 0.0, row["frames"])
+        address, actors = self._args.ray or None, self._args.actors
+        return ray.dealt(rows, PromptActor, arguments, chips, self._refuse, address, actors=actors)
 
     def _refuse(self, video_id: str, reason: str) -> None:
         self.refuse(video_id, f"line {self._line_of[video_id]}: {reason}")
@@ -243,7 +233,7 @@ class Generator:
         found = {
             name: None if text is None else self._embeddings[text] for name, text in _texts(request).items()
         }
-        latents = generation.Generation(self._pipe, self._model, request).sample(found)
+        latents = generation.sample(self._pipe, self._model, request, found, self._args.fps)
         path.parent.mkdir(parents=True, exist_ok=True)
         with video.writing(path, self._args.fps) as sink:
             frames = common.decode_to(sink, self._pipe.vae, latents, self._args, runtime.to_torch)
@@ -267,14 +257,12 @@ class Generator:
 class PromptActor:
     """An actor on a Ray host: it holds a pipeline on the host's devices, and makes one video at a time."""
 
-    def __init__(
-        self, args: argparse.Namespace, model: description.Model, defaults: stages.Request, prepare: Prepare
-    ):
-        pipe = prepare(args, model, defaults)(devices.mesh_of(args))
+    def __init__(self, args: argparse.Namespace, model: description.Model, defaults: stages.Request):
+        pipe = generation.prepared(args, model, defaults)(devices.mesh_of(args))
         self._generate = Generator(args, model, pipe)
 
     def __call__(self, row: dict[str, str]) -> dict[str, Any]:
-        """Make the video of a row's "request" at its "path"; return its "id", its "frames" and an "error"."""
+        """Make the video of a row's "request" at its "path"; the result is its number of frames."""
         request, path = stages.Request(**json.loads(row["request"])), Path(row["path"])
 
         def make(request: stages.Request) -> int:
@@ -284,7 +272,7 @@ class PromptActor:
             return self._generate(request, path)
 
         frames, reason = loop.attempt(make, request, loop.COMPUTING_ERRORS)
-        return {"id": row["id"], "frames": frames or 0, "error": reason or ""}
+        return {"id": row["id"], "result": json.dumps(frames), "error": reason or ""}
 
 
 def _texts(request: stages.Request) -> dict[str, str | None]:

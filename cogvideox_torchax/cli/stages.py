@@ -65,21 +65,12 @@ class Stage:
     """The content of the text stage's file.
 
     Attributes:
-        path: path of the file.
         tensors: the embeddings of the prompts, by the pipeline's argument names.
         request: the request that the embeddings were made for.
-        model: fingerprint of the model that made them (`generation.Model.fingerprint`).
     """
 
-    path: Path
     tensors: dict[str, torch.Tensor]
     request: Request
-    model: str
-
-    def check_model(self, model: str) -> None:
-        """Raise `StageError` if a model of this fingerprint did not make the embeddings."""
-        if self.model != model:
-            raise StageError(f"{self.path} is of another model: give the --model that it was made with")
 
 
 def option(name: str) -> str:
@@ -142,11 +133,11 @@ def save_text(
     tensor_files.save(embeddings, path_of(directory, TEXT), metadata)
 
 
-def load_text(directory: str | Path) -> Stage:
-    """Read the text stage.
+def load_text(directory: str | Path, model: str) -> Stage:
+    """Read the text stage that the model of a fingerprint (`description.Model.fingerprint`) has made.
 
     Raises:
-        StageError: no such file, or one that is truncated, broken or no stage.
+        StageError: no such file, or one that is truncated, broken, no stage or another model's.
     """
     path = path_of(directory, TEXT)
     if not path.is_file():
@@ -157,9 +148,12 @@ def load_text(directory: str | Path) -> Stage:
             f"{path} is no {TEXT!r} stage of this program: generate with --save-stages {directory}"
         )
     try:
-        return Stage(path, tensors, _request(reports.parse(metadata["request"])), metadata["model"])
+        request, maker = _request(reports.parse(metadata["request"])), metadata["model"]
     except (KeyError, TypeError, ValueError) as error:
         raise StageError(f"{path} is broken ({error}): delete it, and generate from the prompt") from error
+    if maker != model:
+        raise StageError(f"{path} is of another model: give the --model that it was made with")
+    return Stage(tensors, request)
 
 
 def _request(values: dict[str, Any]) -> Request:

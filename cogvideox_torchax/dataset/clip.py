@@ -178,16 +178,22 @@ class ClipConfig:
 
     def load(self) -> Any:
         """Return the VAE, loaded on its backend and placed on the mesh of this process's devices."""
-        mesh = None
-        if self.dp or self.tp:
-            import jax
-
-            from cogvideox_torchax import sharding
-
-            # Of several processes each has a model of its own, on its own devices. A `tp` of None takes all
-            # devices that `dp` leaves.
-            mesh = sharding.make_mesh(self.dp or 1, self.tp, devices=jax.local_devices())
+        mesh = local_mesh(self.dp, self.tp)
         return backends.backend(self.backend).load(self.model, getattr(torch, self.dtype), mesh).vae
+
+
+def local_mesh(dp: int | None, tp: int | None) -> Any:
+    """Return the mesh of this process's own devices; None for one device.
+
+    Of several processes each has a model of its own. A `tp` of None takes all devices that `dp` leaves.
+    """
+    if (dp, tp) in ((None, None), (1, 1)):
+        return None
+    import jax
+
+    from cogvideox_torchax import sharding
+
+    return sharding.make_mesh(dp or 1, tp, devices=jax.local_devices())
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ actor dies, Ray has another one do its work, unless the result was written alrea
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,7 @@ class ClipActor:
         """Encode a clip; return the outcome.
 
         The row has the "clip", the fields of a `Clip` as a JSON object, and the "path" of its output. The
-        outcome has the clip's "id", the "abouts" of its latent files as a JSON list, and an "error", "" for
-        none.
+        result is a list with the `about` of each of its latent files; see `dealt`.
         """
         clip, path = Clip(**json.loads(row["clip"])), Path(row["path"])
         abouts, reason = None, None
@@ -43,7 +42,7 @@ class ClipActor:
                 abouts, reason = attempt(
                     lambda part: write_at_once(self._unit, part, path), part, COMPUTING_ERRORS
                 )
-        return {"id": clip.id, "abouts": json.dumps(abouts or []), "error": reason or ""}
+        return {"id": clip.id, "result": json.dumps(abouts or []), "error": reason or ""}
 
 
 def work(
@@ -76,11 +75,7 @@ def work(
         for clip in directory.missing.values()
     ]
     chips = (config.dp or 1) * (config.tp or 1)
-    for row in dealt(rows, ClipActor, (config,), chips, address, actors=actors):
-        if row["error"]:
-            directory.refuse(row["id"], row["error"])
-        # An actor's seconds are not measured.
-        yield Step(row["id"], row["error"] or None, 0.0, 0.0, json.loads(row["abouts"]))
+    return dealt(rows, ClipActor, (config,), chips, directory.refuse, address, actors=actors)
 
 
 def dealt(
@@ -88,17 +83,20 @@ def dealt(
     actor: type,
     arguments: tuple[Any, ...],
     chips: int,
+    refuse: Callable[[str, str], None],
     address: str | None,
     *,
     actors: int | None,
-) -> Iterator[dict[str, Any]]:
-    """Deal out rows to the actors of a Ray cluster; yield what an actor returns for each, as it is done.
+) -> Iterator[Step]:
+    """Deal out rows to the actors of a Ray cluster; yield the outcome of each, as it is done.
 
     Args:
         rows: the work, at least one row.
-        actor: a class whose objects are called with a row.
+        actor: a class whose objects are called with a row. They return its "id", its "result" as JSON, and an
+            "error", "" for none.
         arguments: of the class.
         chips: number of chips that one actor takes if the cluster has TPUs; else it takes a CPU.
+        refuse: called with the id of a row that failed and the reason.
         address, actors: see `work`.
 
     Raises:
@@ -121,7 +119,11 @@ def dealt(
             # With chips no CPU is reserved: the chips alone limit the actors on a host.
             **({"num_cpus": 0, "resources": {"TPU": chips}} if cluster_chips else {"num_cpus": 1}),
         )
-        yield from results.iter_rows()
+        for row in results.iter_rows():
+            if row["error"]:
+                refuse(row["id"], row["error"])
+            # An actor's seconds are not measured.
+            yield Step(row["id"], row["error"] or None, 0.0, 0.0, json.loads(row["result"]))
 
 
 def _connected(ray: Any, address: str | None) -> Any:

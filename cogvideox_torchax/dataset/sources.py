@@ -166,24 +166,15 @@ def _relative_name(file: Path, directory: Path) -> str:
     return file.name if ".." in below.parts else below.as_posix()
 
 
-def latent_files(directory: Path, say: Callable[[str], None] = print) -> list[Path]:
-    """Return the safetensors files in a directory and below it, ordered by their paths."""
-    return _complete_files(directory, (formats.SUFFIXES[formats.SAFETENSORS],), say)
+def latent_files(
+    directory: Path,
+    say: Callable[[str], None] = print,
+    suffixes: tuple[str, ...] = (formats.SUFFIXES[formats.SAFETENSORS],),
+) -> list[Path]:
+    """Return the files in a directory and below it with one of the suffixes, ordered by their paths.
 
-
-def shards(directory: Path, say: Callable[[str], None] = print) -> list[Path]:
-    """Return the files of latents in a directory and below it; `ClipError` if there are none."""
-    suffixes = tuple(formats.SUFFIXES.values())
-    files = _complete_files(directory, suffixes, say)
-    if not files:
-        raise ClipError(
-            f"{directory} holds no latents: they end in {', '.join(suffixes)}; encode videos first"
-        )
-    return files
-
-
-def _complete_files(directory: Path, suffixes: tuple[str, ...], say: Callable[[str], None]) -> list[Path]:
-    """Return the files below a directory with one of the suffixes, except in unfinished outputs."""
+    Files of unfinished outputs are left out.
+    """
     files = files_below(
         directory,
         lambda path: (
@@ -195,3 +186,14 @@ def _complete_files(directory: Path, suffixes: tuple[str, ...], say: Callable[[s
         DISCARDED,  # and no more: an id, and so the path of its latents, may begin with a dot
     )
     return sorted(files)
+
+
+def shards(directory: Path, say: Callable[[str], None] = print) -> list[Path]:
+    """Return the files of latents in a directory and below it; `ClipError` if there are none."""
+    suffixes = tuple(formats.SUFFIXES.values())
+    files = latent_files(directory, say, suffixes)
+    if not files:
+        raise ClipError(
+            f"{directory} holds no latents: they end in {', '.join(suffixes)}; encode videos first"
+        )
+    return files

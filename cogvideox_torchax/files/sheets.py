@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 LABEL_HEIGHT, MARGIN = 16, 4
 """Pixels above a frame, for its label, and between frames."""
@@ -30,8 +31,6 @@ def contact_sheet(
     `source` and `result` are uint8 (1, 3, T, H, W), and `names` label their rows. At most `columns` frames
     are shown, spread over the video.
     """
-    from PIL import Image, ImageDraw, ImageFont
-
     count = min(columns, source.shape[2])
     # Evenly spread numbers of frames, from the first to the last; `max` is for a sheet of one column.
     chosen = [round(i * (source.shape[2] - 1) / max(count - 1, 1)) for i in range(count)]
@@ -55,8 +54,6 @@ def contact_sheet(
 
 def stacked(sheets: Sequence[Any]) -> Any:
     """Return Pillow images one below the other, as one image on white."""
-    from PIL import Image, ImageOps
-
     width = max(sheet.width for sheet in sheets)
     below = [
         np.asarray(ImageOps.pad(sheet, (width, sheet.height), color="white", centering=(0, 0)))

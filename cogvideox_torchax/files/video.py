@@ -21,6 +21,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
+from PIL import Image, ImageOps
 
 from cogvideox_torchax import upstream
 from cogvideox_torchax.files.extras import needing
@@ -504,8 +505,6 @@ def read_frames(source: Source, size: Framing, frames: int | Sequence[int]) -> I
 
 def read_image(path: str | Path) -> Any:
     """Return an image file as a Pillow image in RGB, upright; raise `VideoError` if it cannot be read."""
-    from PIL import Image, ImageOps
-
     try:
         with Image.open(path) as image:
             upright = ImageOps.exif_transpose(image)
@@ -527,8 +526,7 @@ def _framed_pixels(frame: Any, size: Framing) -> Any:
         height, width = orientation.sides(resized)  # as stored: FFmpeg resizes before the frame is upright
         pixels = frame.to_ndarray(format="rgb24", width=width, height=height, interpolation="BICUBIC")
     pixels = orientation.pixels(pixels)
-    if not size.crop:
-        return pixels
+    # Frames that are resized alone have the size already.
     top, left = (pixels.shape[0] - size.height) // 2, (pixels.shape[1] - size.width) // 2
     return pixels[top : top + size.height, left : left + size.width]
 
@@ -575,8 +573,6 @@ class _GifSink(Sink):
         self._images: list[Any] = []
 
     def write(self, frames: torch.Tensor) -> None:
-        from PIL import Image
-
         # All frames are held, as Pillow writes a GIF at once. Palette indices take a third of RGB's bytes.
         self._images += [Image.fromarray(pixels).quantize() for pixels in _frames_NHWC(frames)]
 
@@ -600,8 +596,6 @@ class _FrameSink(Sink):
         self._count = 0
 
     def write(self, frames: torch.Tensor) -> None:
-        from PIL import Image
-
         for pixels in _frames_NHWC(frames):
             Image.fromarray(pixels).save(self._path / f"frame_{self._count:05d}.png")
             self._count += 1

@@ -196,11 +196,17 @@ def step_work(
     previous_tensors = None
     kept_bytes = 0
     if cache is not None:
-        program, tensors = cached_program(network, tensors, cache, batch, step)
+        # The form tells which layers the step runs. The numbers are scalar inputs that the cache adds.
+        form, numbers = _plan_cached_run(network, cache, batch)[step]
+        program = network.program_of(CachedStep(network, attention_kwargs=None, form=form))
+        tensors = tensors | {
+            name: (tuple(number.shape), jax.dtypes.canonicalize_dtype(runtime.jax_dtype(number.dtype)))
+            for name, number in numbers.items()
+        }
         # The program also takes the results that the cache kept in the previous step. Their shapes follow
-        # from that step's inputs, which are described as this step's are.
+        # from that step's inputs, which are described as this step's are. They are the last struct.
         previous_tensors = tensors
-        kept_bytes = cache_bytes(program, tensors)
+        kept_bytes = _device_bytes(program.structs(tensors, before=tensors)[-1])
     return NetworkWork(
         "step",
         frames,
@@ -262,29 +268,6 @@ def _plan_cached_run(network: Any, cache: str, batch: int) -> list[Any]:
     # A step's form tells which layers it runs. Its numbers are the scalar inputs that the cache adds to the
     # step's program, such as a threshold, by name.
     return runtime.without_torchax(network.step_cache.plan_run, network, batch, steps())
-
-
-def cached_program(
-    network: Any, tensors: TensorSpecs, cache: str, batch: int, step: int
-) -> tuple[Any, TensorSpecs]:
-    """Return the program of a step with a cache, and the (shape, JAX dtype) of each of its inputs by name.
-
-    This enables the cache on `network`, a ported transformer without weights. `tensors` are the inputs of a
-    step without a cache. `batch` is 2 with guidance, else 1.
-    """
-    # The form tells which layers the step runs. The numbers are scalar inputs that the cache adds, by name.
-    form, numbers = _plan_cached_run(network, cache, batch)[step]
-    number_specs = {
-        name: (tuple(number.shape), jax.dtypes.canonicalize_dtype(runtime.jax_dtype(number.dtype)))
-        for name, number in numbers.items()
-    }
-    return network.program_of(CachedStep(network, attention_kwargs=None, form=form)), tensors | number_specs
-
-
-def cache_bytes(program: runtime.Program, tensors: TensorSpecs) -> int:
-    """Return the bytes that a step's cache keeps for the next step, on one device."""
-    # The last struct is the cache that a call takes from the call before it. Here both have equal inputs.
-    return _device_bytes(program.structs(tensors, before=tensors)[-1])
 
 
 def weight_bytes(work: Work) -> int:

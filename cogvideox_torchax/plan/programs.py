@@ -1,4 +1,4 @@
-"""The compiler's figures for memory, work and communication: for one program, and for a job of several."""
+"""The compiler's figures for memory, work and communication of programs."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from cogvideox_torchax.plan.chips import GIB, GPUS, Chip
+from cogvideox_torchax.plan.chips import GIB, Chip
 from cogvideox_torchax.plan.hlo import Traffic, collectives, instructions
 
 
@@ -154,31 +154,3 @@ def peak_bytes(programs: Sequence[ProgramPlan], other_weights: Sequence[int] = (
     # For each program, the bytes of other networks' weights on its device; empty for none.
     others = other_weights or (0,) * len(programs)
     return max(plan.peak_bytes + other for plan, other in zip(programs, others, strict=True))
-
-
-def job_figures(
-    about: dict[str, Any],
-    counts: Sequence[int],
-    programs: Sequence[ProgramPlan],
-    chip: Chip | None,
-    other_weights: Sequence[int] = (),
-) -> dict[str, Any]:
-    """Return the figures of a job: its peak memory, and for a chip whether it fits and the floor of its time.
-
-    Args:
-        about: figures that are known already, which come first.
-        counts: number of times that each program runs in the job.
-        programs: the programs' plans.
-        chip: the chip that the programs are compiled for, or None.
-        other_weights: for each program, the bytes of the weights of other networks that are on its device
-            meanwhile; empty for none.
-    """
-    peak = peak_bytes(programs, other_weights)
-    figures = {**about, "peak_memory_GiB": peak / GIB}
-    if chip:
-        floor = sum(count * plan.floor_seconds(chip) for count, plan in zip(counts, programs, strict=True))
-        figures |= {"memory_of_a_chip_GiB": chip.memory / GIB, "fits": peak <= chip.memory}
-        # Autotuning on a GPU chooses algorithms, and so the workspaces that these ask for.
-        not_counted = {"not_counted": "workspaces of cuDNN and cuBLAS, on an H200 1.2 to 6.4 GB"}
-        figures |= not_counted if chip in GPUS.values() else {"floor_s": floor}
-    return figures

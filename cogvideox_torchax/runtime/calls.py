@@ -42,7 +42,6 @@ from cogvideox_torchax.runtime.programs import Program, programs_of
 from cogvideox_torchax.runtime.skeleton import ForeignForwardError
 from cogvideox_torchax.runtime.snapshot import Snapshot
 from cogvideox_torchax.runtime.weights import named_tensors
-from cogvideox_torchax.upstream import untraceable_errors
 
 Method = Callable[..., Any]
 """A function of a model and of a call's arguments, such as `SomeTransformer.forward`."""
@@ -389,7 +388,15 @@ def _run_form(model: nn.Module, form: _Form, leaves: list[Any], place: Place) ->
         inputs = {str(position): leaves[position] for position in form.arguments}
         result, _no_cache = program.run(program.weights(network), inputs)
         return result
-    except (UntraceableError, RandomInTraceError, *untraceable_errors()) as error:
+    except (
+        UntraceableError,
+        RandomInTraceError,
+        # JAX's errors of code that needs the values of arrays while it is traced.
+        jax.errors.ConcretizationTypeError,
+        jax.errors.NonConcreteBooleanIndexError,
+        jax.errors.TracerArrayConversionError,
+        jax.errors.TracerIntegerConversionError,
+    ) as error:
         program.untraceable = str(error).partition("\n")[0]  # the next call raises this at once
         raise UntraceableError(program.untraceable) from error
 

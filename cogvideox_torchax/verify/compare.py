@@ -13,7 +13,6 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -97,23 +96,6 @@ class Contract:
 
 
 @dataclass
-class Candidate:
-    """A backend to verify, with its model; `dtype` is that of the weights and of the input."""
-
-    name: str
-    dtype: torch.dtype
-    backend: Backend
-
-    @property
-    def dtype_name(self) -> str:
-        return runtime.dtype_name(self.dtype)
-
-    @property
-    def vae(self) -> Any:
-        return self.backend.vae
-
-
-@dataclass
 class Result:
     """The results of one backend in one dtype.
 
@@ -139,11 +121,11 @@ class Result:
 # The models
 
 
-def make_candidate(name: str, dtype: torch.dtype, reference: DiffusersAutoencoder) -> Candidate:
+def make_candidate(name: str, dtype: torch.dtype, reference: DiffusersAutoencoder) -> Backend:
     """Return a backend with a copy of the reference's weights; `BackendError` if it is not available."""
     # Not `copy.to(dtype)`: diffusers wraps that method in a way that pyright cannot follow.
     copied = nn.Module.to(copy.deepcopy(reference), dtype)
-    return Candidate(name, dtype, backend(name).from_native(copied))
+    return backend(name).from_native(copied)
 
 
 # Layer by layer
@@ -172,7 +154,7 @@ Layers = dict[str, list[tuple[float, ...]]]
 
 
 def compare_layers(
-    reference: DiffusersAutoencoder, candidates: list[Candidate], direction: Direction, x: torch.Tensor
+    reference: DiffusersAutoencoder, candidates: list[Backend], direction: Direction, x: torch.Tensor
 ) -> list[Layers]:
     """Run the reference and all candidates over the same chunks, and compare the outputs of layers.
 
@@ -181,7 +163,7 @@ def compare_layers(
     """
     # A recorder takes a chunk and a cache, None for the first chunk. It returns the outputs, by name, of the
     # layers whose names `LAYER_NAME` matches, and the cache for the next chunk.
-    recorders = [candidate.backend.recorder(direction, LAYER_NAME.fullmatch) for candidate in candidates]
+    recorders = [candidate.recorder(direction, LAYER_NAME.fullmatch) for candidate in candidates]
     reference_recorder = backend("torch").of(reference).recorder(direction, LAYER_NAME.fullmatch)
     differences: list[Layers] = [{} for _ in candidates]
     reference_cache = None
@@ -190,7 +172,7 @@ def compare_layers(
         chunk = x[:, :, span.start : span.stop]
         reference_outputs, reference_cache = reference_recorder(chunk, reference_cache)
         for i, candidate in enumerate(candidates):
-            placed = candidate.backend.put(chunk.to(candidate.dtype))  # on the backend's device
+            placed = candidate.put(chunk.to(candidate.vae.dtype))  # on the backend's device
             outputs, caches[i] = recorders[i](placed, caches[i])
             for name, want in reference_outputs.items():
                 if name in outputs:
@@ -297,7 +279,7 @@ class Verifier:
 
     @torch.no_grad()
     def verify(
-        self, candidates: list[Candidate], say: Callable[[str], None] = lambda line: None
+        self, candidates: list[Backend], say: Callable[[str], None] = lambda line: None
     ) -> list[Result]:
         """Compare all candidates with the reference; return their results, in the candidates' order.
 
@@ -305,7 +287,7 @@ class Verifier:
         """
         torch_bfloat16 = None
         baseline_errors = {}  # by direction, of PyTorch's whole results in bfloat16
-        if any(candidate.dtype == torch.bfloat16 for candidate in candidates):
+        if any(candidate.vae.dtype == torch.bfloat16 for candidate in candidates):
             # PyTorch in bfloat16, whose errors set the tolerances of candidates in bfloat16.
             torch_bfloat16 = make_candidate("torch", torch.bfloat16, self.reference)
         layer_errors = self._layer_errors(candidates, torch_bfloat16, say)
@@ -315,12 +297,12 @@ class Verifier:
             baseline_errors, _contracts = self._encode_and_decode(torch_bfloat16)
         results = []
         for candidate, errors in zip(candidates, layer_errors, strict=True):
-            say(f"{candidate.name} {candidate.dtype_name}: encode and decode")
+            say(f"{candidate.name} {runtime.dtype_name(candidate.vae.dtype)}: encode and decode")
             results.append(self._result(candidate, errors, baseline_errors))
         return results
 
     def _layer_errors(
-        self, candidates: list[Candidate], torch_bfloat16: Candidate | None, say: Callable[[str], None]
+        self, candidates: list[Backend], torch_bfloat16: Backend | None, say: Callable[[str], None]
     ) -> list[list[LayerError]]:
         """Compare the layers of all candidates; return each candidate's layer errors, in both directions."""
         # `torch_bfloat16` is PyTorch in bfloat16; None if no candidate is in bfloat16.
@@ -333,19 +315,19 @@ class Verifier:
             torch_layers = {} if torch_bfloat16 is None else differences.pop()
             for candidate, layers, candidate_errors in zip(candidates, differences, errors, strict=True):
                 candidate_errors += [
-                    _layer_error(name, candidate.dtype, chunks, torch_layers.get(name, []))
+                    _layer_error(name, candidate.vae.dtype, chunks, torch_layers.get(name, []))
                     for name, chunks in layers.items()
                 ]
         return errors
 
-    def _encode_and_decode(self, candidate: Candidate) -> tuple[dict[str, WholeError], list[Contract]]:
+    def _encode_and_decode(self, candidate: Backend) -> tuple[dict[str, WholeError], list[Contract]]:
         """Return a candidate's error by direction, and the contracts on shapes and streaming."""
         errors: dict[str, WholeError] = {}
         contracts = []
         # A result of a wrong shape has a failed contract, and no error.
         for direction in Direction:
             want = self.answers[direction]
-            got = candidate.backend.run(direction, self.inputs[direction].to(candidate.dtype))
+            got = candidate.run(direction, self.inputs[direction].to(candidate.vae.dtype))
             frames = got.shape[2]
             wanted_frames = sum(self.lengths[direction])
             contracts.append(Contract(f"{direction}: frames", frames, wanted_frames, frames == wanted_frames))
@@ -359,14 +341,14 @@ class Verifier:
             if direction == DECODE and hasattr(candidate.vae, "decode_stream"):
                 # `decode_stream` does the work of `decode` in another order, so even in bfloat16 both must
                 # agree within the tolerance of float32.
-                chunks = candidate.vae.decode_stream(self.inputs[direction].to(candidate.dtype))
+                chunks = candidate.vae.decode_stream(self.inputs[direction].to(candidate.vae.dtype))
                 error = tolerances.relative_error(torch.cat(list(chunks), dim=2), got)
                 name, allowed = "decode_stream: relative error to decode", tolerances.FLOAT32_RELATIVE
                 contracts.append(Contract(name, error, allowed, error <= allowed))
         return errors, contracts
 
     def _result(
-        self, candidate: Candidate, layers: list[LayerError], baseline: dict[str, WholeError]
+        self, candidate: Backend, layers: list[LayerError], baseline: dict[str, WholeError]
     ) -> Result:
         """Run a candidate on the whole video; return its result, with all contracts.
 
@@ -380,7 +362,7 @@ class Verifier:
             torch_error = baseline.get(direction, error)
             # In float32 the relative error is measured, in bfloat16 the RMS error over that of PyTorch.
             name, measured, allowed = tolerances.contract(
-                candidate.dtype, error.relative, error.rms, torch_error.rms
+                candidate.vae.dtype, error.relative, error.rms, torch_error.rms
             )
             contracts.append(Contract(f"{direction}: {name}", measured, allowed, measured <= allowed))
         contracts += shape_contracts
@@ -392,4 +374,6 @@ class Verifier:
             )
         # `chunk` is the first chunk in which a layer leaves the tolerance; None if it leaves it in none.
         first_bad = next((layer for layer in layers if layer.chunk is not None), None)
-        return Result(candidate.name, candidate.dtype_name, layers, whole, contracts, first_bad)
+        return Result(
+            candidate.name, runtime.dtype_name(candidate.vae.dtype), layers, whole, contracts, first_bad
+        )

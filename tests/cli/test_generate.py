@@ -16,9 +16,9 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from cogvideox_torchax import cli, make_mesh, port
-from cogvideox_torchax.cli import common, devices, generate as command, generation, prompts, stages
+from cogvideox_torchax.cli import common, devices, generate as command, prompts, stages
 from cogvideox_torchax.files import latents, tensors as tensor_files, video
-from cogvideox_torchax.pipelines import description
+from cogvideox_torchax.pipelines import description, loading
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
 from tests import small_pipelines
 from tests.dataset.test_killed import KILLED
@@ -256,7 +256,7 @@ BAD = {
 @pytest.mark.parametrize(("name", "more", "words"), BAD.values(), ids=BAD)
 def test_wrong_input_is_one_line_before_any_weight_is_loaded(models, name, more, words, monkeypatch, refused):
     model = models(name)
-    monkeypatch.setattr(generation, "load_generator", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(loading, "load_pipeline", lambda *_, **__: pytest.fail("loaded"))
     said = refused(*arguments(model, *more))
     assert re.search(words, said), said
     assert not Path("frames").exists()
@@ -328,7 +328,8 @@ def test_latents_that_are_kept_take_no_other_request_and_have_their_rate(models,
 
 
 def test_a_new_generation_takes_the_stages_of_the_one_before_away(models, kept, monkeypatch):
-    assert stages.load_text("kept").request == kept
+    model = description.describe(str(models("text")), image=False, clip=False)
+    assert stages.load_text("kept", model.fingerprint).request == kept
     monkeypatch.setattr(
         small_pipelines.CLASSES["text"], "check_inputs", Mock(side_effect=RuntimeError("killed"))
     )

@@ -239,9 +239,13 @@ def test_the_floor_of_a_job_counts_each_program_as_often_as_it_runs():
         programs.ProgramPlan("", 1, flops, moved, 0, size, 0, 0, {}, 0.0)
         for flops, moved, size in ((30.0, 5.0, 5), (10.0, 20.0, 7))
     )
-    found = programs.job_figures({"chunks": 6}, (2, 10), [first, later], chip)
-    assert found == found | {"floor_s": 2 * 3.0 + 10 * 4.0, "peak_memory_GiB": 7 / chips.GIB, "fits": False}
-    assert "fits" not in programs.job_figures({}, (2, 10), [first, later], None)
+    on_chip, on_cpu = (
+        planning.PlanRequest((), (2, 10), None, each, about={"chunks": 6}, job={}).figures([first, later])
+        for each in (chip, None)
+    )
+    wanted = {"floor_s": 2 * 3.0 + 10 * 4.0, "peak_memory_GiB": 7 / chips.GIB, "fits": False, "chunks": 6}
+    assert on_chip == on_chip | wanted
+    assert "fits" not in on_cpu
 
 
 @pytest.mark.parametrize(("words", "counts"), [("49", (1, 5)), ("49 --tiling 32x32", (9, 45)), ("9", (1,))])
