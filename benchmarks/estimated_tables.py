@@ -348,8 +348,8 @@ def pipelines() -> str:
 
 def small_chips() -> str:
     """Return the rows of `pipelines` for one chip of v5e or v6e, and for eight of v5e."""
-    rows = kept("pipelines")["rows"].items()
-    return _fitting({case: row for case, row in rows if re.search(r"-(v5e-[18]|v6e-1)(-int8)?$", case)})
+    small = re.compile(r"-(v5e-[18]|v6e-1)(-int8|-int8-dynamic)?$")
+    return _fitting({case: row for case, row in kept("pipelines")["rows"].items() if small.search(case)})
 
 
 def _fitting(found_rows: dict[str, Any]) -> str:

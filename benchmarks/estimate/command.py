@@ -82,10 +82,11 @@ CASES = {
         for count, (grid, devices) in slices.items()
     },
     **{
-        f"pipeline-{model}-{generation}-1-int8": f"--pipeline {model} --topology {generation}:1x1 {size} "
-        "--weights int8"
+        f"pipeline-{model}-{generation}-1-{weights}": f"--pipeline {model} --topology {generation}:1x1 "
+        f"{size} --weights {weights}"
         for model, size in (("5b", SMALL), ("1.5-5b", LARGE), ("2b", SMALL))
         for generation in ("v5e", "v6e")
+        for weights in ("int8", *(("int8-dynamic",) if model == "5b" else ()))
     },
     **{  # slices of several hosts
         f"pipeline-1.5-5b-{name}": f"--pipeline 1.5-5b --topology {topology} {LARGE} --dp 2 --tp {tp}"
