@@ -23,7 +23,7 @@ from torch import nn
 
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.files.models import saved_from_host
-from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
+from cogvideox_torchax.runtime.models import PortedModel, class_of, save_as_stock
 from cogvideox_torchax.runtime.stock import change_in
 from cogvideox_torchax.sharding import check_mesh
 from cogvideox_torchax.vae import checkpoint, tiling
@@ -337,15 +337,4 @@ def _ported_class(kind: type[DiffusersAutoencoder]) -> Any:
     """
     if kind is DiffusersAutoencoder:
         return AutoencoderKLCogVideoX
-
-    def reduce(self: Any, _protocol: Any) -> Any:
-        """Return (function, arguments, state) for pickle, which cannot import a class that is made here."""
-        return _revived, (kind,), self.__getstate__()
-
-    members = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce_ex__": reduce}
-    return type(kind.__name__, (kind, AutoencoderKLCogVideoX), members)  # pyright: ignore
-
-
-def _revived(kind: type[DiffusersAutoencoder]) -> Any:
-    """Return an instance of the ported class of `kind`; pickle then sets its attributes."""
-    return object.__new__(_ported_class(kind))
+    return class_of(_ported_class, kind, (kind, AutoencoderKLCogVideoX))
