@@ -198,20 +198,25 @@ class ChunkedVAE(PortedModel, DiffusersAutoencoder):
         """
         raise NotImplementedError
 
+    def forward(self, sample: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Encode a video and decode its latents; further arguments are those of diffusers."""
+        with self._torchax_on_for(sample):
+            return super().forward(sample, *args, **kwargs)
+
+    def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
+        """Encode a video (N, C, T, H, W) to its posterior, as diffusers' `encode` does."""
+        with self._torchax_on_for(x):
+            return super().encode(x, return_dict)
+
     @_checked(ENCODE)
     def _encode(self, x: torch.Tensor) -> torch.Tensor:
         """Return the means and log-variances of a video's posterior, for diffusers' `encode`."""
         return self._run(ENCODE, x)
 
-    @functools.wraps(DiffusersAutoencoder.decode)
     def decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
+        """Decode latents (N, C, T, H, W) to frames, as diffusers' `decode` does."""
         with self._torchax_on_for(z):
             return super().decode(z, return_dict)
-
-    def forward(self, sample: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Encode a video and decode its latents; further arguments are those of diffusers."""
-        with self._torchax_on_for(sample):
-            return super().forward(sample, *args, **kwargs)
 
     @_checked(DECODE)
     def _decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:

@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-from diffusers.models.modeling_outputs import AutoencoderKLOutput
 from flax import nnx
 
 from cogvideox_torchax import runtime
@@ -198,16 +196,6 @@ class FlaxVAEForPipelines(ChunkedVAE):
     def place_on(self, mesh: jax.sharding.Mesh) -> None:
         """Run on a mesh of `cogvideox_torchax.make_mesh` from now on; `port(vae, mesh=mesh)` calls this."""
         self.flax_vae.place_on(mesh)
-
-    def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
-        """Encode a video (N, C, T, H, W) to its posterior, as diffusers' `encode` does."""
-        with self._torchax_on_for(x):  # the posterior's constructor computes with tensors
-            posterior = DiagonalGaussianDistribution(self._encode(x))
-        return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
-
-    def decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
-        """Decode latents (N, C, T, H, W) to frames, as diffusers' `decode` does."""
-        return self._decode(z, return_dict)
 
     def results(
         self,

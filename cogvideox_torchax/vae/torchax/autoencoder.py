@@ -140,10 +140,10 @@ class AutoencoderKLCogVideoX(ChunkedVAE):
 
     @functools.wraps(DiffusersAutoencoder.encode)
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
-        with self._torchax_on_for(x):
-            (posterior,) = super().encode(x, return_dict=False)
-            # Diffusers' posterior would lose gradients on JAX.
-            if runtime.on_jax(x) and posterior.parameters.requires_grad:
+        (posterior,) = super().encode(x, return_dict=False)
+        # Diffusers' posterior would lose gradients on JAX.
+        if runtime.on_jax(x) and posterior.parameters.requires_grad:
+            with runtime.active():
                 posterior = DifferentiablePosterior(posterior.parameters)
         return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
 
@@ -289,11 +289,11 @@ class AutoencoderKLCogVideoX(ChunkedVAE):
             return
         if accelerated:
             device = next(self.parameters()).device.type  # "jax" or "tpu"
-            places, move = f"{x.device} for weights on {device}", f'the tensor .to("{device}")'
-        else:
-            device = x.device.type
-            places, move = f"{device} for weights in PyTorch", f'vae.to("{device}")'
-        raise ValueError(f"got {name} on {places}: move {move}")
+            raise ValueError(
+                f'got {name} on {x.device} for weights on {device}: move the tensor .to("{device}")'
+            )
+        device = x.device.type
+        raise ValueError(f'got {name} on {device} for weights in PyTorch: move vae.to("{device}")')
 
     def _takes_dtype(self, x: torch.Tensor) -> bool:
         """Return whether the model takes a tensor's dtype; under PyTorch's autocast it takes all floats."""
