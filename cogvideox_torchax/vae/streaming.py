@@ -236,10 +236,19 @@ class ChunkedVAE(PortedModel, DiffusersAutoencoder):
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 
     def _run(self, direction: Direction, x: torch.Tensor, *, in_tiles: bool = False) -> torch.Tensor:
-        """Return the joined results of all chunks; with `in_tiles` tiles run even if one is enough."""
+        """Return the joined results of all chunks; for a plain tensor they are one, on the host.
+
+        With `in_tiles` tiles run even if one is enough or tiling is off.
+        """
         plan = self._tile_plan(direction, x.shape[3:], always=in_tiles)
-        results = self.results(direction, frames_of_chunks(self, direction, x), plan)
-        return joined(results, on_host=not runtime.on_accelerator(x))
+        # The iterator starts the chunks' computations. All are started before the first result is fetched,
+        # because fetching waits.
+        parts = list(self.results(direction, frames_of_chunks(self, direction, x), plan))
+        if not runtime.on_accelerator(x):
+            for part in parts:
+                runtime.fetch_async(part)
+            parts = [runtime.to_torch(part) for part in parts]
+        return tensors.concatenate(parts, 2)
 
     def _torchax_on_for(self, x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which torchax is on if `x` is on JAX."""
@@ -310,18 +319,6 @@ def frames_of_chunks(vae: Any, direction: Direction, x: torch.Tensor) -> Iterato
     """Yield the chunks (N, C, t, H, W) of a video or of latents."""
     for chunk in Direction(direction).chunks(vae, x.shape[2]):  # `direction` may be a name
         yield tensors.take(x, 2, chunk.start, len(chunk))
-
-
-def joined(results: Iterator[torch.Tensor], *, on_host: bool) -> torch.Tensor:
-    """Return the results of all chunks as one tensor; with `on_host` it is a plain tensor on the host."""
-    # The iterator starts the chunks' computations. All are started before the first result is fetched,
-    # because fetching waits.
-    parts = list(results)
-    if on_host:
-        for part in parts:
-            runtime.fetch_async(part)
-        parts = [runtime.to_torch(part) for part in parts]
-    return tensors.concatenate(parts, 2)
 
 
 def with_time(frames: torch.Tensor) -> torch.Tensor:

@@ -184,19 +184,18 @@ class AutoencoderKLCogVideoX(ChunkedVAE):
 
         In training mode the forward pass keeps what the backward pass needs. In evaluation mode it keeps only
         the input, and a backward pass recomputes the rest, because most users who forget `torch.no_grad()`
-        never call `backward()`. Under TorchTPU, and in tiles, a backward pass raises an error. With
-        `in_tiles` tiles run even if one is enough or tiling is off.
+        never call `backward()`. Under TorchTPU, and in tiles, a backward pass raises an error.
         """
-        run = functools.partial(super()._run, direction, x, in_tiles=in_tiles)
+        forward_pass = functools.partial(super()._run, direction, x, in_tiles=in_tiles)
         network = chunk_network(self, direction)
         on_torchtpu = runtime.is_on_torchtpu(self)
         if on_torchtpu or self._tile_plan(direction, x.shape[3:], always=in_tiles) is not None:
             # On an accelerator, a backward pass from this result raises an error with the message. A plain
             # tensor's result is returned unchanged, and torch's own backward pass goes through the tiles.
             message = runtime.NO_GRADIENT if on_torchtpu else NO_GRADIENT_IN_TILES
-            return runtime.without_gradient(network, x, run(), message)
+            return runtime.without_gradient(network, x, forward_pass(), message)
         if not runtime.wants_gradient(network, x):
-            return run()
+            return forward_pass()
         program = self.program(direction)
         lengths = [len(chunk) for chunk in direction.chunks(self, x.shape[2])]
         return runtime.differentiable(
@@ -204,9 +203,9 @@ class AutoencoderKLCogVideoX(ChunkedVAE):
             network,
             program.weights(network),
             x,
-            # In evaluation mode `run` gives the result, and a backward pass runs `run_video`. In training,
-            # without `run`, `run_video` runs now, and all that a backward pass needs is kept.
-            run=None if self.training else run,
+            # In evaluation mode the forward pass gives the result, and a backward pass runs `run_video`. In
+            # training `run_video` runs now, and all that a backward pass needs is kept.
+            run=None if self.training else forward_pass,
         )
 
     @functools.wraps(DiffusersAutoencoder.enable_gradient_checkpointing)
