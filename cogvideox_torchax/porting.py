@@ -19,7 +19,6 @@ from cogvideox_torchax.pipelines.scheduler import port_scheduler
 from cogvideox_torchax.runtime import without_torchax
 from cogvideox_torchax.sharding import Parallel, check_mesh
 from cogvideox_torchax.upstream import uncompiled, wrap_from_pretrained
-from cogvideox_torchax.vae.streaming import ChunkedVAE
 from cogvideox_torchax.vae.torchax.autoencoder import check_vae_class, port_vae
 
 Portable = TypeVar("Portable")
@@ -88,8 +87,7 @@ def port(
     if isinstance(model_or_pipeline, SchedulerMixin):
         return port_scheduler(model_or_pipeline)
     to_port: Any = uncompiled(model_or_pipeline)  # without torch.compile's wrapper: JAX compiles the model
-    # `ChunkedVAE` is the base of this package's own VAEs, such as the Flax build's `FlaxVAEForPipelines`.
-    is_vae = isinstance(to_port, DiffusersAutoencoder | ChunkedVAE)
+    is_vae = isinstance(to_port, DiffusersAutoencoder)
     if not is_vae and not _is_pipeline_or_has_vae(to_port):
         check_vae_class(to_port)  # for a VAE of another package it raises an error with a message of its own
         raise ValueError(
@@ -121,4 +119,4 @@ def port(
 
 def _is_pipeline_or_has_vae(candidate: Any) -> bool:
     is_pipeline = isinstance(candidate, DiffusionPipeline)
-    return is_pipeline or isinstance(getattr(candidate, "vae", None), DiffusersAutoencoder | ChunkedVAE)
+    return is_pipeline or isinstance(getattr(candidate, "vae", None), DiffusersAutoencoder)

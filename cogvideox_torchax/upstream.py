@@ -379,9 +379,8 @@ def wrap_register_modules(after: Callable[[Any, dict[str, Any]], None]) -> None:
 def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:
     """Return the parts of a pipeline that another class of pipelines takes under the same names.
 
-    A part is taken if it has one of the types that the class gives for its name. If the class of a part has
-    the attribute `stands_for`, another class, the part counts as an instance of that class. diffusers'
-    `from_pipe` itself takes only parts of exactly these types, unless they are passed to it by name.
+    A part is taken if it is an instance of a type that the class gives for its name. diffusers' `from_pipe`
+    itself takes only parts of exactly these types, unless they are passed to it by name.
     """
     # By a part's name, the types in the annotation of the constructor's argument of this name.
     types_by_name = _attribute("diffusers", pipeline_class, "_get_signature_types")()
@@ -389,7 +388,7 @@ def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:
     def is_taken(name: str, part: Any) -> bool:
         # Some types are no classes, such as `list[X]`, and `issubclass` would refuse them.
         classes = tuple(kind for kind in types_by_name.get(name, ()) if isinstance(kind, type))
-        return issubclass(getattr(part, "stands_for", type(part)), classes)
+        return isinstance(part, classes)
 
     return {name: part for name, part in pipeline.components.items() if is_taken(name, part)}
 

@@ -20,7 +20,7 @@ from cogvideox_torchax.pipelines.blocks import Block
 from cogvideox_torchax.pipelines.networks import CompiledNetwork, KnownNetwork, port_layers
 from cogvideox_torchax.pipelines.text_encoder import T5EncoderModel
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
-from cogvideox_torchax.runtime.models import save_as_stock
+from cogvideox_torchax.runtime.models import class_of, save_as_stock
 
 KNOWN: dict[type[nn.Module], type[KnownNetwork]] = {
     DiffusersTransformer: CogVideoXTransformer3DModel,
@@ -39,24 +39,17 @@ def ported_class(kind: Any) -> type[CompiledNetwork]:
         return kind
     if kind in KNOWN:
         return KNOWN[kind]
-    members = {
-        "__module__": kind.__module__,
-        "__doc__": kind.__doc__,
-        # pickle cannot find this class by its name, as it is not a module's attribute. So an instance is
-        # pickled as a call of `_revived`, which finds the class by `kind`, and the state that is set then.
-        "__reduce_ex__": lambda self, _protocol: (_revived, (kind,), self.__getstate__()),
-        # Methods that read or make weights, such as `load_lora_adapter`: they run with weights in PyTorch.
-        **loras.methods_in_pytorch(kind, loras.NETWORK_METHODS),
-    }
+    # Methods that read or make weights, such as `load_lora_adapter`: they run with weights in PyTorch.
+    members = loras.methods_in_pytorch(kind, loras.NETWORK_METHODS)
     if hasattr(kind, "save_pretrained"):  # the method of `kind` cannot save weights that are on JAX
         members["save_pretrained"] = saved_from_host(kind.save_pretrained)
     for stock, known in KNOWN.items():
         # A subclass that computes the same as its stock class also gets the methods of the ported class.
         if issubclass(kind, stock) and kind.forward is stock.forward:
-            return type(kind.__name__, (known, kind), members)
+            return class_of(ported_class, kind, (known, kind), **members)
     # This package does not know what the class computes: its methods are compiled as they are.
     members |= {name: _compiled_method(kind, name) for name in METHODS if hasattr(kind, name)}
-    return type(kind.__name__, (CompiledNetwork, kind), members)
+    return class_of(ported_class, kind, (CompiledNetwork, kind), **members)
 
 
 def _compiled_method(kind: type, name: str) -> Any:
@@ -68,11 +61,6 @@ def _compiled_method(kind: type, name: str) -> Any:
         return self.run_as_it_is(getattr(kind, name), *args, **kwargs)
 
     return call
-
-
-def _revived(kind: type) -> Any:
-    """Return an instance without attributes of the ported class of `kind`; unpickling sets the attributes."""
-    return object.__new__(ported_class(kind))
 
 
 def port_network(network: Any) -> Any:

@@ -41,15 +41,11 @@ from cogvideox_torchax.runtime.offload import Offload
 from cogvideox_torchax.runtime.stock import change_in, replaced_method
 from cogvideox_torchax.sharding import Parallel, check_one_slice, check_same
 from cogvideox_torchax.vae.directions import DECODE
-from cogvideox_torchax.vae.streaming import ChunkedVAE
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX, check_vae_class, port_vae
 
 logger = logging.getLogger("cogvideox_torchax")
 
 GIB = 2**30
-
-VAES = (DiffusersAutoencoder, ChunkedVAE)
-"""Classes of the VAEs that this package knows."""
 
 PIPELINES = (
     CogVideoXPipeline,
@@ -93,7 +89,7 @@ def port_pipeline(
                 in_bits.add(name)
         else:
             _check_not_cast(model)
-        if not isinstance(model, VAES):
+        if not isinstance(model, DiffusersAutoencoder):
             check_vae_class(model)  # a VAE of another package must not be taken for an unknown network
             requested = parallel if name == "transformer" else None  # no other network has a choice
             parallelisms[name] = _parallelism_of(model, mesh, requested)
@@ -107,7 +103,7 @@ def port_pipeline(
             setattr(pipe, name, model)
         if runtime.without_torchax(upstream.take_offloading, model):
             offload, pipe._all_hooks = True, []  # the pipeline's own list of the hooks
-        if isinstance(model, VAES):
+        if isinstance(model, DiffusersAutoencoder):
             vae = port_vae(model)
             if mesh is not None:
                 vae.place_on(mesh)

@@ -249,5 +249,5 @@ def smallest_mesh_that_fits(
 
 def weight_bytes(vae: AutoencoderKLCogVideoX, direction: Direction) -> int:
     """Return the bytes of the encoder's or the decoder's weights, whichever the direction runs."""
-    network = getattr(vae, direction.network)
+    network = vae.encoder if direction is ENCODE else vae.decoder
     return sum(value.numel() * value.element_size() for value in network.parameters())

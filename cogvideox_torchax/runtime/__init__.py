@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     )
     from cogvideox_torchax.runtime.calls import method_program, mixing, run_method, warn_once
     from cogvideox_torchax.runtime.compile_cache import COMPILE_CACHE_VARIABLE, configure_compile_cache
-    from cogvideox_torchax.runtime.environment import active, enable, is_enabled, without_torchax
+    from cogvideox_torchax.runtime.environment import active, enable, is_enabled, on_meta, without_torchax
     from cogvideox_torchax.runtime.forks import check_not_forked
     from cogvideox_torchax.runtime.gradients import (
         differentiable,
@@ -114,6 +114,7 @@ __all__ = [
     "on_accelerator",
     "on_default_device",
     "on_jax",
+    "on_meta",
     "out_of_memory",
     "plain_tensor",
     "profiling",
@@ -164,6 +165,7 @@ _MODULES = {
         "active",
         "enable",
         "is_enabled",
+        "on_meta",
         "without_torchax",
     ),
     "forks": ("check_not_forked",),

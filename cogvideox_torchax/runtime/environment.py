@@ -120,3 +120,9 @@ def without_torchax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     """
     with torchax_off() if is_enabled() else contextlib.nullcontext():
         return function(*args, **kwargs)
+
+
+def on_meta(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return `build(*args, **kwargs)`; the weights that it makes take no memory: torch's device "meta"."""
+    with torchax_off() if is_enabled() else contextlib.nullcontext(), torch.device("meta"):
+        return build(*args, **kwargs)

@@ -24,6 +24,25 @@ def save_as_stock(model: nn.Module) -> None:
     upstream.set_saved_package(model, next(stock_classes))
 
 
+def class_of(make: Any, kind: type, bases: tuple[type, ...], **members: Any) -> Any:
+    """Return a new class with the name of `kind`, these bases and these members.
+
+    pickle cannot find it by its name, as it is not a module's attribute. So an instance is pickled as a call
+    of `make(kind)`, a function of a module which returns the class, and the state that is set then.
+    """
+    of_kind: Any = {
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+        "__reduce_ex__": lambda self, _protocol: (_revived, (make, kind), self.__getstate__()),
+    }
+    return type(kind.__name__, bases, of_kind | members)
+
+
+def _revived(make: Any, kind: type) -> Any:
+    """Return an instance without attributes of the class `make(kind)`; unpickling sets the attributes."""
+    return object.__new__(make(kind))
+
+
 PROGRAMS = "_compiled_programs"
 """The attribute of a model that has its compiled programs (`programs_of`)."""
 DERIVED_ATTRIBUTES = frozenset({PROGRAMS, upstream.COMPILED_CALL})

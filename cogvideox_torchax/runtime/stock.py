@@ -10,12 +10,12 @@ and a text encoder, but not on a convolution of the VAE.
 A ported class may declare two attributes, which `change_in` reads:
 
     parts: by the name of a module or a processor inside, which may have dots, the classes that it may have,
-        as a kernel stands in for it. Of a list of modules, each has to be of such a class.
+        as a kernel stands in for it. Of a list of modules, each has to be of such a class. What is not there
+        counts as None.
     unsupported: what its config asks for that no kernel computes, in words; None if there is nothing.
 """
 
 import functools
-import operator
 import sys
 from types import FunctionType
 from typing import Any
@@ -86,7 +86,7 @@ def _difference(module: nn.Module) -> str | None:
     if method is not None:
         return f"has another method, {method}"
     for name, kinds in getattr(module, "parts", {}).items():
-        part = operator.attrgetter(name)(module)
+        part = functools.reduce(lambda part, word: getattr(part, word, None), name.split("."), module)
         for each in part if isinstance(part, nn.ModuleList) else (part,):
             kind = type(upstream.uncompiled(each))
             if kind not in kinds:

@@ -27,7 +27,6 @@ import jax_kernels
 from cogvideox_torchax.vae.chunks import first_frame_is_alone
 from jax_kernels import ColumnMoments, NormParams
 from jax_kernels.common.columns import WHOLE, Split
-from jax_kernels.common.pointwise import Activation
 
 Params = Mapping[str, Any]
 """A module's parameters, by diffusers' names relative to the module."""
@@ -68,11 +67,10 @@ def causal_conv(
     params: Params,
     x_NTHWC: jax.Array,
     cache: jax.Array | None = None,
-    residual: jax.Array | None = None,
     *,
     split: Split = WHOLE,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Convolve without later frames, pad as diffusers' `pad_mode="first"` does, and add `residual`.
+    """Convolve without later frames, and pad as diffusers' `pad_mode="first"` does.
 
     `params` are `conv.weight` and `conv.bias`. Without a cache, the first frame is repeated before the chunk.
 
@@ -83,29 +81,7 @@ def causal_conv(
     kernel, bias = _kernel_and_bias(part(params, "conv"), x_NTHWC)
     # Unlike diffusers' `pad_mode` of this name, `start` repeats no rows and columns: beyond the frame are
     # zeros.
-    return jax_kernels.conv3d(x_NTHWC, kernel, bias, cache, residual=residual, start="replicate", split=split)
-
-
-def group_norm(
-    params: Params,
-    x_NTHWC: jax.Array,
-    *,
-    num_groups: int,
-    eps: float,
-    activation: Activation | None = None,
-    split: Split = WHOLE,
-) -> jax.Array:
-    """Return GroupNorm over the channels, then the activation; `params` are `weight` and `bias`."""
-    return jax_kernels.group_norm(
-        x_NTHWC,
-        params["weight"],
-        params["bias"],
-        num_groups=num_groups,
-        eps=eps,
-        channel_axis=-1,
-        activation=activation,
-        split=split,
-    )
+    return jax_kernels.conv3d(x_NTHWC, kernel, bias, cache, start="replicate", split=split)
 
 
 def spatial_norm(
@@ -115,10 +91,9 @@ def spatial_norm(
     *,
     num_groups: int,
     eps: float,
-    activation: Activation | None = None,
     split: Split = WHOLE,
 ) -> jax.Array:
-    """Return GroupNorm modulated by the latents, `norm_layer(x) * conv_y(zq) + conv_b(zq)`, activated.
+    """Return GroupNorm modulated by the latents, `norm_layer(x) * conv_y(zq) + conv_b(zq)`.
 
     `params` are those of `norm_layer`, `conv_y.conv` and `conv_b.conv`.
     """
@@ -131,7 +106,6 @@ def spatial_norm(
         *convolutions,
         num_groups=num_groups,
         eps=eps,
-        activation=activation,
         first_frame_alone=first_frame_is_alone(x_NTHWC.shape[1]),
         split=split,
     )
@@ -154,7 +128,7 @@ def normed_conv(
     """Return `conv(silu(norm(x))) + residual`, by one kernel on a TPU.
 
     Args:
-        norm: the parameters of a `group_norm`, or, with latents, of a `spatial_norm`.
+        norm: `weight` and `bias` of a GroupNorm or, with latents, the parameters of a `spatial_norm`.
         conv: the parameters of a `causal_conv`.
         x_NTHWC: frames.
         zq_NthwC: the latents of a spatial norm; None for a GroupNorm.

@@ -7,6 +7,7 @@ A step runs a chunk: (chunk, cache) -> (result, next cache).
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -59,17 +60,12 @@ def temporal_steps(compression_ratio: float) -> int:
 
 def decoded_length(latent_frames: int, doublings: int = 2) -> int:
     """Return the number of frames of a decoded chunk."""
-    length = latent_frames
-    for _ in range(doublings):
-        # A doubling makes two frames of each, but only one of a first frame that stays single. `True` is 1.
-        length = 2 * length - first_frame_is_alone(length)
-    return length
+    # A doubling makes two frames of each, but for a first frame that stays single. `True` is 1.
+    single_frames = first_frame_is_alone(latent_frames)
+    return single_frames + (latent_frames - single_frames) * 2**doublings
 
 
 def encoded_length(sample_frames: int, halvings: int = 2) -> int:
     """Return the number of latent frames of an encoded chunk."""
-    length = sample_frames
-    for _ in range(halvings):
-        # A halving makes one frame of each two, and also one of a first frame that stays single. `True` is 1.
-        length = (length + first_frame_is_alone(length)) // 2
-    return length
+    # A halving makes one frame of each two, and also one of a first frame that stays single: it rounds up.
+    return math.ceil(sample_frames / 2**halvings)

@@ -7,30 +7,20 @@ from cogvideox_torchax.vae import chunks
 
 
 class Direction(StrEnum):
-    """One of a VAE's two directions: a string, "encode" or "decode", with further attributes.
+    """One of a VAE's two directions: a string, "encode" or "decode", with further attributes."""
 
-    Attributes:
-        takes: the kind of input, "video" or "latents".
-        network: the name of the model's attribute that has the network.
-        channels_key: the config's field that has the number of input channels.
-        _frames_key: the name of the model's attribute that has the number of frames of a steady chunk.
-    """
+    ENCODE = "encode"
+    DECODE = "decode"
 
-    takes: str
-    network: str
-    channels_key: str
-    _frames_key: str
+    @property
+    def takes(self) -> str:
+        """The kind of input, "video" or "latents"."""
+        return "video" if self is ENCODE else "latents"
 
-    ENCODE = "encode", "video", "encoder", "in_channels", "num_sample_frames_batch_size"
-    DECODE = "decode", "latents", "decoder", "latent_channels", "num_latent_frames_batch_size"
-
-    # Python calls this once for each member, with the values above.
-    def __new__(cls, name: str, takes: str, network: str, channels_key: str, frames_key: str) -> "Direction":
-        member = str.__new__(cls, name)
-        member._value_ = name
-        member.takes, member.network = takes, network
-        member.channels_key, member._frames_key = channels_key, frames_key
-        return member
+    @property
+    def channels_key(self) -> str:
+        """The config's field that has the number of input channels."""
+        return "in_channels" if self is ENCODE else "latent_channels"
 
     def scale(self, spatial_compression_ratio: int) -> int:
         """Return the number of input pixels for each latent pixel, along one axis."""
@@ -38,7 +28,9 @@ class Direction(StrEnum):
 
     def chunks(self, vae: Any, frames: int) -> list[range]:
         """Return the range of frames of each chunk of an input."""
-        return chunks.plan(frames, getattr(vae, self._frames_key))
+        encodes = self is ENCODE
+        a_chunk = vae.num_sample_frames_batch_size if encodes else vae.num_latent_frames_batch_size
+        return chunks.plan(frames, a_chunk)
 
     def result_lengths(self, vae: Any, frames: int) -> list[int]:
         """Return the number of frames of each chunk's result."""

@@ -1,4 +1,4 @@
-"""Streams, slicing and checks of a VAE that runs chunk by chunk, which both builds share.
+"""The base class of both builds, a VAE of diffusers that runs chunk by chunk: streams, slicing and checks.
 
 A piece is a part of a stream's input that its source gives at once: one frame or several. It may be shorter
 or longer than a chunk. Slicing is diffusers' word for running the videos of a batch one at a time. Moments
@@ -15,10 +15,16 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
+    AutoencoderKLCogVideoX as DiffusersAutoencoder,
+)
+from diffusers.models.autoencoders.vae import DecoderOutput, DiagonalGaussianDistribution
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.runtime import tensors
+from cogvideox_torchax.runtime.models import PortedModel
+from cogvideox_torchax.runtime.stock import replaced_method
+from cogvideox_torchax.sharding import BatchPlacement
 from cogvideox_torchax.vae import tiling
 from cogvideox_torchax.vae.axes import NCTHW
 from cogvideox_torchax.vae.checks import check_shape, check_values, integers_refused
@@ -29,20 +35,38 @@ Fetch = Callable[[torch.Tensor], torch.Tensor]
 """A function that waits for a torchax tensor and copies it to the host."""
 
 
-class ChunkedVAE:
-    """A mixin that gives a VAE with diffusers' interface its streams and the checks of its inputs.
+def _checked(direction: Direction) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator of a method that overrides one of diffusers' class; it checks the method's input.
 
-    The VAE's class has the attributes of diffusers' class, and defines `results`, which runs the chunks.
+    `direction` tells what the input is. If a user has replaced the method in diffusers' class, and the
+    weights are on JAX, the user's method runs there instead of the decorated one.
     """
 
-    config: Any
-    dtype: torch.dtype
-    use_tiling: bool
-    use_slicing: bool
-    tile_latent_min_height: int
-    tile_latent_min_width: int
-    tile_overlap_factor_height: float
-    tile_overlap_factor_width: float
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        name = method.__name__
+
+        @functools.wraps(method)
+        def call(self: Any, x: torch.Tensor, *args: Any, **options: Any) -> Any:
+            self._check(direction, x)
+            with self.in_use():
+                if not runtime.is_on_jax(self) or replaced_method(DiffusersAutoencoder, name) is None:
+                    return method(self, x, *args, **options)
+                # `run_method` compiles any method. On a mesh it splits the batch over "dp", but no video's
+                # width.
+                place = None if self.mesh is None else BatchPlacement(self.mesh)
+                replacement = getattr(DiffusersAutoencoder, name)
+                return runtime.run_method(self, replacement, x, *args, place=place, name="vae", **options)
+
+        return call
+
+    return decorate
+
+
+class ChunkedVAE(PortedModel, DiffusersAutoencoder):
+    """The base of both builds: diffusers' VAE with streams, tiles and checks of inputs of this package.
+
+    A subclass defines `results`, which runs the chunks.
+    """
 
     @property
     def spatial_compression_ratio(self) -> int:
@@ -174,6 +198,58 @@ class ChunkedVAE:
         """
         raise NotImplementedError
 
+    def forward(self, sample: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Encode a video and decode its latents; further arguments are those of diffusers."""
+        with self._torchax_on_for(sample):
+            return super().forward(sample, *args, **kwargs)
+
+    def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
+        """Encode a video (N, C, T, H, W) to its posterior, as diffusers' `encode` does."""
+        with self._torchax_on_for(x):
+            return super().encode(x, return_dict)
+
+    @_checked(ENCODE)
+    def _encode(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the means and log-variances of a video's posterior, for diffusers' `encode`."""
+        return self._run(ENCODE, x)
+
+    def decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
+        """Decode latents (N, C, T, H, W) to frames, as diffusers' `decode` does."""
+        with self._torchax_on_for(z):
+            return super().decode(z, return_dict)
+
+    @_checked(DECODE)
+    def _decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
+        """Return the frames of latents, for diffusers' `decode`."""
+        frames = self._run(DECODE, z)
+        return DecoderOutput(sample=frames) if return_dict else (frames,)
+
+    @_checked(ENCODE)
+    def tiled_encode(self, x: torch.Tensor) -> torch.Tensor:
+        """Encode in tiles, even if one tile is enough; return the posterior's means and log-variances."""
+        return self._run(ENCODE, x, in_tiles=True)
+
+    @_checked(DECODE)
+    def tiled_decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
+        """Decode in tiles, even if one tile is enough."""
+        frames = self._run(DECODE, z, in_tiles=True)
+        return DecoderOutput(sample=frames) if return_dict else (frames,)
+
+    def _run(self, direction: Direction, x: torch.Tensor, *, in_tiles: bool = False) -> torch.Tensor:
+        """Return the joined results of all chunks; for a plain tensor they are one, on the host.
+
+        With `in_tiles` tiles run even if one is enough or tiling is off.
+        """
+        plan = self._tile_plan(direction, x.shape[3:], always=in_tiles)
+        # The iterator starts the chunks' computations. All are started before the first result is fetched,
+        # because fetching waits.
+        parts = list(self.results(direction, frames_of_chunks(self, direction, x), plan))
+        if not runtime.on_accelerator(x):
+            for part in parts:
+                runtime.fetch_async(part)
+            parts = [runtime.to_torch(part) for part in parts]
+        return tensors.concatenate(parts, 2)
+
     def _torchax_on_for(self, x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which torchax is on if `x` is on JAX."""
         check_is_tensor(x)
@@ -243,18 +319,6 @@ def frames_of_chunks(vae: Any, direction: Direction, x: torch.Tensor) -> Iterato
     """Yield the chunks (N, C, t, H, W) of a video or of latents."""
     for chunk in Direction(direction).chunks(vae, x.shape[2]):  # `direction` may be a name
         yield tensors.take(x, 2, chunk.start, len(chunk))
-
-
-def joined(results: Iterator[torch.Tensor], *, on_host: bool) -> torch.Tensor:
-    """Return the results of all chunks as one tensor; with `on_host` it is a plain tensor on the host."""
-    # The iterator starts the chunks' computations. All are started before the first result is fetched,
-    # because fetching waits.
-    parts = list(results)
-    if on_host:
-        for part in parts:
-            runtime.fetch_async(part)
-        parts = [runtime.to_torch(part) for part in parts]
-    return tensors.concatenate(parts, 2)
 
 
 def with_time(frames: torch.Tensor) -> torch.Tensor:

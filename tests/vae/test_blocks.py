@@ -26,7 +26,6 @@ LAYERS = {
     ),
     "causal_conv": (partial(diffusers_vae.CogVideoXCausalConv3d, 8, 6, 3), {}),
     "pointwise_conv": (partial(diffusers_vae.CogVideoXSafeConv3d, 8, 6, 1), {}),
-    "group_norm": (partial(torch.nn.GroupNorm, 2, 8, **EPS), GROUPS | EPS),
     "downsample": (partial(CogVideoXDownsample3D, 8, 6, compress_time=True), {"compress_time": True}),
     "upsample": (partial(CogVideoXUpsample3D, 8, 6, compress_time=True), {"expand_time": True}),
 }

@@ -134,8 +134,14 @@ class GroupNorm(Module):
         self.num_groups = config.num_groups
 
     def __call__(self, x_NTHWC: jax.Array, _cache: None, context: Context) -> tuple[jax.Array, None]:
-        return blocks.group_norm(
-            self.params(), x_NTHWC, num_groups=self.num_groups, eps=EPS, split=context.split
+        return jax_kernels.group_norm(
+            x_NTHWC,
+            self.scale[...],
+            self.bias[...],
+            num_groups=self.num_groups,
+            eps=EPS,
+            channel_axis=-1,
+            split=context.split,
         ), None
 
 
@@ -177,31 +183,31 @@ class ResnetBlock3D(Module):
         return run(self.params(), x_NTHWC, context.zq, cache)
 
 
-class Downsample3D(Module):
-    """A layer that halves height, width and, with `compress_time`, the number of frames."""
+class Resampler(Module):
+    """A layer that changes height, width and, with `in_time`, the number of frames by a factor of two."""
 
-    def __init__(self, channels: int, config: LayerConfig, *, compress_time: bool):
+    def __init__(self, channels: int, config: LayerConfig, *, in_time: bool):
         self.conv = Conv(channels, channels, config, (3, 3))
-        self.compress_time = compress_time
+        self.in_time = in_time
+
+
+class Downsample3D(Resampler):
+    """A layer that halves height, width and maybe the number of frames."""
 
     def __call__(self, x_NTHWC: jax.Array, _cache: None, context: Context) -> tuple[jax.Array, None]:
         return blocks.downsample(
-            self.params(), x_NTHWC, compress_time=self.compress_time, split=context.split
+            self.params(), x_NTHWC, compress_time=self.in_time, split=context.split
         ), None
 
 
-class Upsample3D(Module):
-    """A layer that doubles height, width and, with `expand_time`, the number of frames; then it convolves."""
-
-    def __init__(self, channels: int, config: LayerConfig, *, expand_time: bool):
-        self.conv = Conv(channels, channels, config, (3, 3))
-        self.expand_time = expand_time
+class Upsample3D(Resampler):
+    """A layer that doubles height, width and maybe the number of frames; then it convolves."""
 
     def __call__(self, x_NTHWC: jax.Array, _cache: None, context: Context) -> tuple[jax.Array, None]:
         return blocks.upsample(
             self.params(),
             x_NTHWC,
-            expand_time=self.expand_time,
+            expand_time=self.in_time,
             first_frame_alone=context.first_frame_alone,
             split=context.split,
         ), None
@@ -256,7 +262,7 @@ class Encoder3D(Module):
                 channels,
                 layers,
                 num_layers=config.layers_per_block,
-                downsampler=Downsample3D(channels, layers, compress_time=i < config.time_doublings)
+                downsampler=Downsample3D(channels, layers, in_time=i < config.time_doublings)
                 if i < len(level_channels) - 1
                 else None,
             )
@@ -303,7 +309,7 @@ class Decoder3D(Module):
                 channels,
                 layers,
                 num_layers=config.layers_per_block + 1,  # one more than the encoder's, as in diffusers
-                upsampler=Upsample3D(channels, layers, expand_time=i < config.time_doublings)
+                upsampler=Upsample3D(channels, layers, in_time=i < config.time_doublings)
                 if i < len(level_channels) - 1
                 else None,
             )

@@ -11,43 +11,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from diffusers.configuration_utils import ConfigMixin
-from diffusers.models.autoencoders.autoencoder_kl_cogvideox import AutoencoderKLCogVideoX as Diffusers
-from diffusers.models.autoencoders.vae import DecoderOutput, DiagonalGaussianDistribution
-from diffusers.models.modeling_outputs import AutoencoderKLOutput
-from diffusers.models.modeling_utils import ModelMixin
 from flax import nnx
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.runtime.models import PortedModel
 from cogvideox_torchax.vae import checkpoint
 from cogvideox_torchax.vae.chunks import run
-from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
+from cogvideox_torchax.vae.directions import Direction
 from cogvideox_torchax.vae.nnx import weights
 from cogvideox_torchax.vae.nnx.autoencoder import FlaxAutoencoderKLCogVideoX
-from cogvideox_torchax.vae.streaming import ChunkedVAE, frames_of_chunks, joined, one_video_at_a_time
+from cogvideox_torchax.vae.streaming import ChunkedVAE, one_video_at_a_time
 from cogvideox_torchax.vae.tiling import TilePlan
-
-
-@jax.jit
-def _channels_last(x_NCTHW: jax.Array) -> jax.Array:
-    return jnp.moveaxis(x_NCTHW, 1, -1)
-
-
-@jax.jit
-def _channels_first(x_NTHWC: jax.Array) -> jax.Array:
-    return jnp.moveaxis(x_NTHWC, -1, 1)
 
 
 def to_array(x: torch.Tensor) -> Any:
     """Return a tensor (NCTHW) as an array with the channels last; a plain tensor becomes a NumPy array."""
     array = runtime.as_array(x)
-    return np.moveaxis(array, 1, -1) if isinstance(array, np.ndarray) else _channels_last(array)
+    return (np if isinstance(array, np.ndarray) else jnp).moveaxis(array, 1, -1)
 
 
 def to_tensor(x: jax.Array) -> torch.Tensor:
     """Return an array with the channels last as a torchax tensor with the channels on axis 1."""
-    return runtime.tensor_of(_channels_first(x))
+    return runtime.tensor_of(jnp.moveaxis(x, -1, 1))
 
 
 def _check_dtype(dtype: torch.dtype) -> None:
@@ -55,37 +39,25 @@ def _check_dtype(dtype: torch.dtype) -> None:
         raise ValueError(f"got {dtype}: the Flax build takes float32, bfloat16 or float16")
 
 
-class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
+class FlaxVAEForPipelines(ChunkedVAE):
     """The Flax build where diffusers expects its own class: `pipe.vae = FlaxVAEForPipelines(flax_vae)`.
 
     A plain torch tensor gives a plain torch tensor, and a torchax tensor gives a torchax tensor. The wrapper
-    has what pipelines ask of a VAE (`encode(...).latent_dist`, `decode(...).sample`, `config`, tiling,
-    slicing), and the streams of `cogvideox_torchax.AutoencoderKLCogVideoX`. It has no torch parameters, so
-    `.to(...)` moves nothing.
+    is a diffusers VAE (`encode(...).latent_dist`, `decode(...).sample`, `config`, tiling, slicing), and has
+    the streams of `cogvideox_torchax.AutoencoderKLCogVideoX`. It has no torch parameters, so `.to(...)` moves
+    nothing.
 
     Args:
         flax_vae: the model to run, which stays an attribute of this name.
     """
 
-    config_name = "config.json"
-    stands_for = Diffusers  # so that `from_pipe` passes the wrapper to a pipeline that takes this class
-
     def __init__(self, flax_vae: FlaxAutoencoderKLCogVideoX):
-        super().__init__()
-        self.register_to_config(**flax_vae.config.to_dict())
+        # Diffusers' constructor sets the config and the attributes of tiling and slicing. Its modules, which
+        # it makes without memory, are dropped.
+        runtime.on_meta(super().__init__, **flax_vae.config.to_dict())
+        del self.encoder, self.decoder, self.quant_conv, self.post_quant_conv
         self.flax_vae = flax_vae
-        self.use_tiling = self.use_slicing = False
-        self.tile_overlap_factor_height, self.tile_overlap_factor_width = 1 / 6, 1 / 5  # diffusers' defaults
-        # Tiling is off at first. `enable_tiling`, diffusers' method, also sets the attributes that have the
-        # size of a tile.
-        self.enable_tiling(flax_vae.config.sample_height // 2, flax_vae.config.sample_width // 2)
-        self.disable_tiling()
         self.eval()
-
-    num_sample_frames_batch_size = FlaxAutoencoderKLCogVideoX.num_sample_frames_batch_size
-    num_latent_frames_batch_size = FlaxAutoencoderKLCogVideoX.num_latent_frames_batch_size
-    enable_tiling, disable_tiling = Diffusers.enable_tiling, Diffusers.disable_tiling
-    enable_slicing, disable_slicing = Diffusers.enable_slicing, Diffusers.disable_slicing
 
     @classmethod
     def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -224,24 +196,6 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
     def place_on(self, mesh: jax.sharding.Mesh) -> None:
         """Run on a mesh of `cogvideox_torchax.make_mesh` from now on; `port(vae, mesh=mesh)` calls this."""
         self.flax_vae.place_on(mesh)
-
-    def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
-        """Encode a video (N, C, T, H, W) to its posterior, as diffusers' `encode` does."""
-        with self._torchax_on_for(x):  # the posterior's constructor computes with tensors
-            posterior = DiagonalGaussianDistribution(self._run(ENCODE, x))
-        return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
-
-    def decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
-        """Decode latents (N, C, T, H, W) to frames, as diffusers' `decode` does."""
-        frames = self._run(DECODE, z)
-        return DecoderOutput(sample=frames) if return_dict else (frames,)
-
-    def _run(self, direction: Direction, x: torch.Tensor) -> torch.Tensor:
-        """Check an input, and return the joined results of all of its chunks."""
-        self._check(direction, x)
-        plan = self._tile_plan(direction, x.shape[3:])
-        results = self.results(direction, frames_of_chunks(self, direction, x), plan)
-        return joined(results, on_host=not runtime.on_jax(x))
 
     def results(
         self,

@@ -16,22 +16,22 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
     AutoencoderKLCogVideoX as DiffusersAutoencoder,
 )
-from diffusers.models.autoencoders.vae import DecoderOutput, DiagonalGaussianDistribution
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.models.modeling_outputs import AutoencoderKLOutput
 from jax.sharding import Mesh
 from torch import nn
 
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.files.models import saved_from_host
-from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
-from cogvideox_torchax.runtime.stock import change_in, replaced_method
-from cogvideox_torchax.sharding import BatchPlacement, check_mesh
+from cogvideox_torchax.runtime.models import PortedModel, class_of, save_as_stock
+from cogvideox_torchax.runtime.stock import change_in
+from cogvideox_torchax.sharding import check_mesh
 from cogvideox_torchax.vae import checkpoint, tiling
 from cogvideox_torchax.vae.axes import NCTHW
 from cogvideox_torchax.vae.chunks import Step, run
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.placement import Placement, VideoPlacement
-from cogvideox_torchax.vae.streaming import ChunkedVAE, frames_of_chunks, joined, one_video_at_a_time
+from cogvideox_torchax.vae.streaming import ChunkedVAE, one_video_at_a_time
 from cogvideox_torchax.vae.torchax.modules import port_modules
 from cogvideox_torchax.vae.torchax.networks import EncoderChunk, chunk_network, stock_of
 
@@ -77,34 +77,7 @@ def _from_pipe_with_ported_parts(make: Callable[..., Any], kind: type, pipeline:
 upstream.wrap_from_pipe(_from_pipe_with_ported_parts)
 
 
-def _checked(direction: Direction) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator of a method that overrides one of diffusers' class; it checks the method's input.
-
-    `direction` tells what the input is. If a user has replaced the method in diffusers' class, and the
-    weights are on JAX, the user's method runs there instead of the decorated one.
-    """
-
-    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
-        name = method.__name__
-
-        @functools.wraps(method)
-        def call(self: Any, x: torch.Tensor, *args: Any, **options: Any) -> Any:
-            self._check(direction, x)
-            with self.in_use():
-                if not runtime.is_on_jax(self) or replaced_method(DiffusersAutoencoder, name) is None:
-                    return method(self, x, *args, **options)
-                # `run_method` compiles any method. On a mesh it splits the batch over "dp", but no video's
-                # width.
-                place = None if self.mesh is None else BatchPlacement(self.mesh)
-                replacement = getattr(DiffusersAutoencoder, name)
-                return runtime.run_method(self, replacement, x, *args, place=place, name="vae", **options)
-
-        return call
-
-    return decorate
-
-
-class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
+class AutoencoderKLCogVideoX(ChunkedVAE):
     """CogVideoX's VAE, by diffusers' own names, which runs in PyTorch and on JAX.
 
     `vae.to("jax")` moves the weights to JAX, and `x.to("jax")` moves an input. A torchax tensor runs on JAX
@@ -167,46 +140,12 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
 
     @functools.wraps(DiffusersAutoencoder.encode)
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
-        with self._torchax_on_for(x):
-            (posterior,) = super().encode(x, return_dict=False)
-            # Diffusers' posterior would lose gradients on JAX.
-            if runtime.on_jax(x) and posterior.parameters.requires_grad:
+        (posterior,) = super().encode(x, return_dict=False)
+        # Diffusers' posterior would lose gradients on JAX.
+        if runtime.on_jax(x) and posterior.parameters.requires_grad:
+            with runtime.active():
                 posterior = DifferentiablePosterior(posterior.parameters)
         return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
-
-    @_checked(ENCODE)
-    def _encode(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the means and log-variances of a video's posterior, for diffusers' `encode`."""
-        return self._run(ENCODE, x)
-
-    @functools.wraps(DiffusersAutoencoder.decode)
-    def decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
-        with self._torchax_on_for(z):
-            return super().decode(z, return_dict)
-
-    def forward(self, sample: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Encode a video and decode its latents; further arguments are those of diffusers."""
-        with self._torchax_on_for(sample):
-            return super().forward(sample, *args, **kwargs)
-
-    @_checked(DECODE)
-    def _decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
-        """Return the frames of latents, for diffusers' `decode`."""
-        frames = self._run(DECODE, z)
-        return DecoderOutput(sample=frames) if return_dict else (frames,)
-
-    # Tiles, which differ from those of diffusers where its result has a wrong size
-
-    @_checked(ENCODE)
-    def tiled_encode(self, x: torch.Tensor) -> torch.Tensor:
-        """Encode in tiles, even if one tile is enough; return the posterior's means and log-variances."""
-        return self._run(ENCODE, x, in_tiles=True)
-
-    @_checked(DECODE)
-    def tiled_decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
-        """Decode in tiles, even if one tile is enough."""
-        frames = self._run(DECODE, z, in_tiles=True)
-        return DecoderOutput(sample=frames) if return_dict else (frames,)
 
     # Running chunks
 
@@ -245,25 +184,18 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
 
         In training mode the forward pass keeps what the backward pass needs. In evaluation mode it keeps only
         the input, and a backward pass recomputes the rest, because most users who forget `torch.no_grad()`
-        never call `backward()`. Under TorchTPU, and in tiles, a backward pass raises an error. With
-        `in_tiles` tiles run even if one is enough or tiling is off.
+        never call `backward()`. Under TorchTPU, and in tiles, a backward pass raises an error.
         """
-        plan = self._tile_plan(direction, x.shape[3:], always=in_tiles)
+        forward_pass = functools.partial(super()._run, direction, x, in_tiles=in_tiles)
         network = chunk_network(self, direction)
         on_torchtpu = runtime.is_on_torchtpu(self)
-        wants_gradient = plan is None and not on_torchtpu and runtime.wants_gradient(network, x)
-        # In training the result stays None here, and `differentiable` computes it at the end.
-        result: Any = None
-        if not (wants_gradient and self.training):
-            results = self.results(direction, frames_of_chunks(self, direction, x), plan)
-            result = joined(results, on_host=not runtime.on_accelerator(x))
-        if on_torchtpu or plan is not None:
+        if on_torchtpu or self._tile_plan(direction, x.shape[3:], always=in_tiles) is not None:
             # On an accelerator, a backward pass from this result raises an error with the message. A plain
             # tensor's result is returned unchanged, and torch's own backward pass goes through the tiles.
             message = runtime.NO_GRADIENT if on_torchtpu else NO_GRADIENT_IN_TILES
-            return runtime.without_gradient(network, x, result, message)
-        if not wants_gradient:
-            return result
+            return runtime.without_gradient(network, x, forward_pass(), message)
+        if not runtime.wants_gradient(network, x):
+            return forward_pass()
         program = self.program(direction)
         lengths = [len(chunk) for chunk in direction.chunks(self, x.shape[2])]
         return runtime.differentiable(
@@ -271,9 +203,9 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             network,
             program.weights(network),
             x,
-            # In evaluation mode `run` gives the result, and a backward pass runs `run_video`. In training,
-            # without `run`, `run_video` runs now, and all that a backward pass needs is kept.
-            run=None if result is None else lambda: result,
+            # In evaluation mode the forward pass gives the result, and a backward pass runs `run_video`. In
+            # training `run_video` runs now, and all that a backward pass needs is kept.
+            run=None if self.training else forward_pass,
         )
 
     @functools.wraps(DiffusersAutoencoder.enable_gradient_checkpointing)
@@ -356,11 +288,11 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             return
         if accelerated:
             device = next(self.parameters()).device.type  # "jax" or "tpu"
-            places, move = f"{x.device} for weights on {device}", f'the tensor .to("{device}")'
-        else:
-            device = x.device.type
-            places, move = f"{device} for weights in PyTorch", f'vae.to("{device}")'
-        raise ValueError(f"got {name} on {places}: move {move}")
+            raise ValueError(
+                f'got {name} on {x.device} for weights on {device}: move the tensor .to("{device}")'
+            )
+        device = x.device.type
+        raise ValueError(f'got {name} on {device} for weights in PyTorch: move vae.to("{device}")')
 
     def _takes_dtype(self, x: torch.Tensor) -> bool:
         """Return whether the model takes a tensor's dtype; under PyTorch's autocast it takes all floats."""
@@ -371,9 +303,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
 def check_vae_class(model: Any) -> None:
     """Raise `ValueError` for a class that has the name of diffusers' VAE, but is of another package."""
     kind = type(model)
-    if kind.__name__ == DiffusersAutoencoder.__name__ and not issubclass(
-        kind, DiffusersAutoencoder | ChunkedVAE
-    ):
+    if kind.__name__ == DiffusersAutoencoder.__name__ and not issubclass(kind, DiffusersAutoencoder):
         raise ValueError(
             f"got an {kind.__name__} of {kind.__module__}: port takes diffusers' class of that name. Load "
             "the weights into it, by AutoencoderKLCogVideoX.from_pretrained(the same directory) of "
@@ -406,15 +336,4 @@ def _ported_class(kind: type[DiffusersAutoencoder]) -> Any:
     """
     if kind is DiffusersAutoencoder:
         return AutoencoderKLCogVideoX
-
-    def reduce(self: Any, _protocol: Any) -> Any:
-        """Return (function, arguments, state) for pickle, which cannot import a class that is made here."""
-        return _revived, (kind,), self.__getstate__()
-
-    members = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce_ex__": reduce}
-    return type(kind.__name__, (kind, AutoencoderKLCogVideoX), members)  # pyright: ignore
-
-
-def _revived(kind: type[DiffusersAutoencoder]) -> Any:
-    """Return an instance of the ported class of `kind`; pickle then sets its attributes."""
-    return object.__new__(_ported_class(kind))
+    return class_of(_ported_class, kind, (kind, AutoencoderKLCogVideoX))

@@ -11,7 +11,7 @@ they were. `torch_view` turns a function of JAX arrays into one of tensors.
 Axis letters: N videos, C channels, T frames, H rows, W columns.
 """
 
-import functools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,7 +30,7 @@ from cogvideox_torchax.vae.columns import OnColumns
 from jax_kernels.common.columns import WHOLE
 
 Cache = dict[str, Any]
-Parts = Mapping[str, tuple[type[nn.Module], ...]]
+Parts = Mapping[str, tuple[type, ...]]
 """By the name of a module inside, the classes for which a kernel stands in (`runtime.stock`)."""
 
 
@@ -66,8 +66,14 @@ def _norm_options(norm: Any) -> dict[str, Any]:
 def _other_settings(conv: Any, window: Any, stride: Any, padding: Any) -> str | None:
     """Return in what a convolution differs from the one that a kernel computes; None for nothing."""
     ones = (1,) * len(conv.kernel_size)
-    wanted = {"kernel_size": window, "stride": stride, "padding": padding, "dilation": ones}
-    wanted |= {"groups": 1, "padding_mode": "zeros"}
+    wanted = {
+        "kernel_size": window,
+        "stride": stride,
+        "padding": padding,
+        "dilation": ones,
+        "groups": 1,
+        "padding_mode": "zeros",
+    }
     others = (f"{name}={getattr(conv, name)!r}" for name in wanted if getattr(conv, name) != wanted[name])
     return next((f"has a convolution with {other}" for other in others), None)
 
@@ -162,12 +168,15 @@ class SpatialNorm3D(OnColumns, diffusers_vae.CogVideoXSpatialNorm3D):
 class ResnetBlock3D(OnColumns, diffusers_vae.CogVideoXResnetBlock3D):
     """The residual block, in which a norm and a convolution run as one, by `jax_kernels.norm_conv3d`."""
 
-    @property
-    def parts(self) -> Parts:
-        shortcut = {} if self.in_channels == self.out_channels else {"conv_shortcut": (SafeConv3d,)}
-        norms = dict.fromkeys(("norm1", "norm2"), (GroupNorm, SpatialNorm3D))
-        convolutions = dict.fromkeys(("conv1", "conv2"), (CausalConv3d,))
-        return {**norms, **convolutions, **shortcut, "nonlinearity": (SiLU,), "dropout": (nn.Dropout,)}
+    parts: Parts = {  # noqa: RUF012 - read only
+        "norm1": (GroupNorm, SpatialNorm3D),
+        "norm2": (GroupNorm, SpatialNorm3D),
+        "conv1": (CausalConv3d,),
+        "conv2": (CausalConv3d,),
+        "conv_shortcut": (SafeConv3d, type(None)),  # None where the number of channels stays
+        "nonlinearity": (SiLU,),
+        "dropout": (nn.Dropout,),
+    }
 
     @property
     def unsupported(self) -> str | None:
@@ -248,13 +257,12 @@ class CogVideoXDecoder3D(OnColumns, diffusers_vae.CogVideoXDecoder3D):
         new_cache: Cache = {}
         hidden, new_cache["conv_in"] = self.conv_in(sample, conv_cache=cache.get("conv_in"))
         up_blocks = {f"up_block_{index}": block for index, block in enumerate(self.up_blocks)}
+        # With checkpointing a backward pass computes a block's activations again.
         uses_checkpointing = torch.is_grad_enabled() and self.gradient_checkpointing
+        call: Any = self._gradient_checkpointing_func if uses_checkpointing else operator.call
         for name, block in {"mid_block": self.mid_block, **up_blocks}.items():
-            run_block: Any = block
-            if uses_checkpointing:  # a backward pass then computes the block's activations again
-                run_block = functools.partial(self._gradient_checkpointing_func, block)  # pyright: ignore
-            # diffusers' function for checkpointing takes no keywords: (hidden, temb, zq, conv_cache).
-            hidden, new_cache[name] = run_block(hidden, temb, sample, cache.get(name))
+            # diffusers' function for checkpointing takes no keywords: (block, hidden, temb, zq, conv_cache).
+            hidden, new_cache[name] = call(block, hidden, temb, sample, cache.get(name))
         y, out_cache, _moments = torch_view(blocks.normed_conv)(
             _params(self.norm_out),
             _params(self.conv_out),
@@ -283,5 +291,4 @@ PORTED: dict[type[nn.Module], type[nn.Module]] = {
 def port_modules(root: nn.Module) -> None:
     """Give each module in `root` that `PORTED` lists its ported class, in place."""
     for module in root.modules():
-        if type(module) in PORTED:
-            module.__class__ = PORTED[type(module)]
+        module.__class__ = PORTED.get(type(module), type(module))

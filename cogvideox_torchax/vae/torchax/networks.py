@@ -105,12 +105,7 @@ def stock_of(vae: DiffusersAutoencoder) -> DiffusersAutoencoder:
     """Return a VAE of diffusers' own modules that shares a ported one's weights, which must be in PyTorch."""
     if type(vae) is DiffusersAutoencoder:
         return vae
-
-    def build() -> DiffusersAutoencoder:
-        with torch.device("meta"):  # the new weights take no memory; `assign` replaces them by `vae`'s own
-            stock: Any = DiffusersAutoencoder.from_config(vae.config)
-        stock.load_state_dict(vae.state_dict(), assign=True)
-        return stock.eval()
-
-    # With torchax on, no module can be built on the device "meta".
-    return runtime.without_torchax(build)
+    # The new weights take no memory; `assign` replaces them by `vae`'s own.
+    stock = runtime.on_meta(DiffusersAutoencoder.from_config, vae.config)
+    runtime.without_torchax(stock.load_state_dict, vae.state_dict(), assign=True)
+    return stock.eval()

@@ -34,7 +34,7 @@ from cogvideox_torchax.vae.nnx.wrapper import to_array
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
 from tests import reference, small_pipelines
 from tests.processes import printed_by
-from tests.vae.conftest import NAME, WEIGHTS, Z, decodes_as
+from tests.vae.conftest import NAME, WEIGHTS, Z, decoded, decodes_as
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
@@ -297,6 +297,12 @@ def test_without_flax_the_extra_is_named(monkeypatch):
 @pytest.fixture
 def vae(stock):
     return FlaxVAEForPipelines.from_diffusers(stock)
+
+
+def test_it_is_a_vae_of_diffusers_without_modules(vae, stock):
+    assert isinstance(vae, type(stock))
+    assert [*vae.modules()] == [vae]
+    assert torch.equal(vae.tiled_decode(Z).sample, decoded(vae))
 
 
 def test_its_state_is_the_stock_models_and_its_own(vae, stock):
