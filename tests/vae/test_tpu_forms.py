@@ -10,6 +10,7 @@ import pytest
 
 import jax_kernels
 from cogvideox_torchax import make_mesh, port
+from cogvideox_torchax.vae.nnx.autoencoder import compiled
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE
 from jax_kernels.common import frames as over_frames
 from jax_kernels.common.tiles import SWITCH
@@ -52,6 +53,7 @@ def test_a_chunk_is_that_of_stock_diffusers(build, kind, x, mesh, shallow_vae, s
 def test_a_model_has_a_program_for_each_choice_of_kernels(build, mode, stock, monkeypatch):
     vae, kernel = reference.built(build, stock), mock.Mock(wraps=jax_kernels.upsample)
     monkeypatch.setattr(jax_kernels, "upsample", kernel)
+    compiled.cache_clear()  # programs of equal Flax models, which an earlier test may have made
 
     def is_traced_anew(choice):
         monkeypatch.setenv(SWITCH, choice)
