@@ -24,6 +24,20 @@ from cogvideox_torchax.runtime import on_accelerator, torch_view
 from cogvideox_torchax.runtime.stock import replaced_method, runs_kernel
 
 
+class _InEightBits(torch.autograd.Function):
+    """Tokens rounded to 255 values each; the gradient is that of whole ones, as in `jax_kernels.linear`."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor) -> torch.Tensor:
+        largest = tokens.float().abs().amax(-1, keepdim=True)
+        levels = (tokens * (127 / largest).where(largest != 0, 0)).round()
+        return (levels * (largest / 127)).to(tokens.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0]
+
+
 class Linear(nn.Linear):
     """A linear layer that is rounded once, after the bias is added (`jax_kernels.linear`).
 
@@ -95,11 +109,7 @@ class Linear(nn.Linear):
             weight = (self.weight.float() * self.scale[:, None]).to(input.dtype)
             vars(written_out)["_parameters"] = {"weight": weight, "bias": self.bias}
             written_out.compute_dtype = None
-            if self.dynamic:
-                largest = input.float().abs().amax(-1, keepdim=True)
-                levels = (input * (127 / largest).where(largest != 0, 0)).round()
-                input = (levels * (largest / 127)).to(input.dtype)
-            return nn.Linear.forward(written_out, input)
+            return nn.Linear.forward(written_out, _InEightBits.apply(input) if self.dynamic else input)
         # If the product is a sum over devices, each device rounds its summand before the all-reduce. In
         # bfloat16 this halves the bytes that it sends.
         return torch_view(jax_kernels.linear)(

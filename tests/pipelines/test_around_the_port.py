@@ -72,7 +72,7 @@ def test_a_pipeline_made_from_one_on_the_host_leaves_it_there(stock):
     assert not any(runtime.on_jax(weight) for weight in pipe.transformer.parameters())
 
 
-def test_a_pipeline_around_a_ported_vae_alone_is_handed_over_and_named_for_others(stock):
+def test_a_pipeline_around_a_ported_vae_alone_is_handed_over_and_named_for_others(stock, tmp_path):
     pipe = build(vae=port(runtime.without_torchax(copy.deepcopy, stock.vae)))
     clip = CogVideoXVideoToVideoPipeline.from_pipe(pipe)
     assert clip.vae is pipe.vae
@@ -80,6 +80,10 @@ def test_a_pipeline_around_a_ported_vae_alone_is_handed_over_and_named_for_other
     assert named_as_in(pipe) == named_as_in(clip) == NAMES
     flax = build(vae=FlaxVAEForPipelines.from_diffusers(stock.vae))
     assert CogVideoXVideoToVideoPipeline.from_pipe(flax).vae is flax.vae
+    flax.vae.disable_gradient_checkpointing()  # as diffusers' training scripts call it
+    runtime.without_torchax(flax.save_pretrained, tmp_path)
+    loaded = runtime.without_torchax(type(flax).from_pretrained, tmp_path)
+    assert type(loaded.vae) is FlaxVAEForPipelines
 
 
 def test_a_part_that_the_call_gives_comes_before_the_ported_one(ported):

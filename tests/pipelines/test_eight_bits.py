@@ -26,6 +26,7 @@ from torchao.quantization import (
 
 from cogvideox_torchax import load_pipeline, make_mesh, port, runtime, upstream
 from cogvideox_torchax.files.models import ModelError
+from cogvideox_torchax.pipelines.layers import Linear
 from cogvideox_torchax.pipelines.sharding import weight_spec
 from cogvideox_torchax.pipelines.transformer import step_tensors
 from cogvideox_torchax.runtime.environment import import_torchax
@@ -156,6 +157,18 @@ def test_a_model_in_int8_moves_casts_and_takes_a_lora_with_its_scales_exact():
     runtime.without_torchax(with_lora("to_q", "to_v"), wanted)
     assert change_in(model) is None
     assert error_of(step(model), step(wanted)) < 1e-4
+
+
+@torch.enable_grad()
+def test_in_pytorch_the_gradient_of_rounded_tokens_is_that_of_whole_ones():
+    layer, x = Linear(8, 4), torch.linspace(-1, 3, 16).reshape(2, 8).requires_grad_()
+    layer.hold(torch.arange(32, dtype=torch.int8).reshape(4, 8), torch.full((4,), 0.1))
+    whole = layer(x)
+    layer.dynamic = True
+    rounded = layer(x)
+    assert not torch.equal(rounded, whole)
+    got, want = (torch.autograd.grad(result.sum(), x)[0] for result in (rounded, whole))
+    assert torch.equal(got, want)
 
 
 def test_bfloat16s_error_of_a_step_grows_by_a_tenth_at_most_in_int8():

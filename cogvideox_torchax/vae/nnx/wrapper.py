@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from diffusers.models.modeling_utils import ModelMixin  # noqa: F401 - from_pretrained of a pipeline looks here
 from flax import nnx
 
 from cogvideox_torchax import runtime
@@ -50,6 +51,8 @@ class FlaxVAEForPipelines(ChunkedVAE):
     Args:
         flax_vae: the model to run, which stays an attribute of this name.
     """
+
+    _supports_gradient_checkpointing = False
 
     def __init__(self, flax_vae: FlaxAutoencoderKLCogVideoX):
         # Diffusers' constructor sets the config and the attributes of tiling and slicing. Its modules, which
