@@ -184,8 +184,12 @@ def main() -> None:
         report["choices"][name] = {each: shares(scenes, made[each]) for each, scenes in found.items()}
         if name in ROUNDED:
             report["errors"][name] = errors(ROUNDED[name], found, made)
-            print(report["errors"][name], flush=True)
-        print(name, {each: result["all"] for each, result in report["choices"][name].items()}, flush=True)
+        print(
+            name,
+            report["errors"].get(name),
+            {each: result["all"] for each, result in report["choices"][name].items()},
+            flush=True,
+        )
         keep("prompts", report, "jax", "diffusers", "torch")
         if name == PLAIN:
             shown = [

@@ -237,6 +237,7 @@ def test_a_kernels_loops_count_as_often_as_they_run(topology):
     assert grid == pytest.approx(2 * few, rel=0.1)
     body, rest = divmod(loop - few, 4 * 5)  # five more trips in each of the grid's four
     assert rest == 0
-    assert 50 < body < 400  # a trip waits for its one product: on a tpu7x it takes 305 cycles
+    # A trip waits for its one product, which on a tpu7x takes longer than its bundles: 305 cycles.
+    assert 50 < body < (400 if topology.startswith("tpu7x") else 300)
     assert body * 4 * 5 < few < 2 * body * 4 * 5  # the rest is what surrounds the loop
     assert not Path(directory).exists()

@@ -141,22 +141,23 @@ def test_the_files_weights_become_int8_while_they_are_loaded(tmp_path):
             assert runtime.array_of(got[name]).sharding.is_equivalent_to(sharding, weight.ndim), name
 
 
-def test_a_model_in_int8_moves_casts_and_takes_a_lora_with_its_scales_exact():
-    model = ported(weights="int8-dynamic").transformer
+@pytest.mark.parametrize(("weights", "error"), [("int8", largest_error), ("int8-dynamic", error_of)])
+def test_a_model_in_int8_moves_casts_and_takes_a_lora_with_its_scales_exact(weights, error):
+    model = ported(weights=weights).transformer
     scales = {name: runtime.to_torch(scale) for name, scale in model.named_buffers() if "scale" in name}
     result = step(model)
-    assert error_of(step(model.to("cpu")), result) < 1e-5
+    assert error(step(model.to("cpu")), result) < 1e-5
     assert largest_error(step(model.to("jax")), result) == 0
     model.to(torch.bfloat16)
     assert model.dtype == torch.bfloat16
     assert all(torch.equal(runtime.to_torch(model.get_buffer(name)), scales[name]) for name in scales)
-    model, wanted = ported(weights="int8-dynamic").transformer, rounded(stock(), "int8-dynamic")
+    model, wanted = ported(weights=weights).transformer, rounded(stock(), weights)
     with runtime.active():
         with_lora("to_q", "to_v")(model)
     model.place()
     runtime.without_torchax(with_lora("to_q", "to_v"), wanted)
     assert change_in(model) is None
-    assert error_of(step(model), step(wanted)) < 1e-4
+    assert error(step(model), step(wanted)) < 1e-4
 
 
 @torch.enable_grad()
