@@ -146,6 +146,14 @@ def with_derivatives_of(plain: Callable[..., Any], kernel: Callable[..., Any]) -
     return differentiable
 
 
+def on_platform(plain: Callable[..., Any], **forms: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that computes its platform's form of `forms`, and elsewhere `plain`.
+
+    Its derivatives are those of `plain` on every platform. Platforms have JAX's names: `cpu`, `cuda`.
+    """
+    return with_derivatives_of(plain, functools.partial(platform_dependent, **forms, default=plain))
+
+
 def kernel_or_plain(
     target: Target, kernel: Callable[..., Any], plain: Callable[..., Any], *, is_supported: bool
 ) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jax_kernels.common.columns import add_from_neighbours, with_clear_padding
-from jax_kernels.common.dispatch import Target, with_derivatives_of
+from jax_kernels.common.dispatch import Target, on_platform, with_derivatives_of
 from jax_kernels.common.frames import (
     LARGE_FRAME,
     MOST_IN_PATCHES,
@@ -100,8 +100,7 @@ def rounded_on_gpu(frames: Array, kernel: Array, column_padding: Padding) -> Arr
     """
     plain = functools.partial(summed, column_padding=column_padding)
     on_gpu = functools.partial(folded, column_padding=column_padding, dtype=frames.dtype)
-    by_platform = functools.partial(jax.lax.platform_dependent, cuda=on_gpu, default=plain)
-    return with_derivatives_of(plain, by_platform)(frames, kernel)
+    return on_platform(plain, cuda=on_gpu)(frames, kernel)
 
 
 def filtered_on_cpu(
@@ -114,9 +113,7 @@ def filtered_on_cpu(
     """
     plain = functools.partial(summed, column_padding=column_padding)
     by_filtering = functools.partial(_filtered, column_padding=column_padding, at_start=at_start)
-    by_platform = functools.partial(jax.lax.platform_dependent, cpu=by_filtering, default=plain)
-    # The derivatives are those of `summed`, so a differentiated program is the same on every platform.
-    return with_derivatives_of(plain, by_platform)(frames, kernel)
+    return on_platform(plain, cpu=by_filtering)(frames, kernel)
 
 
 def _filtered(frames: Array, kernel: Array, column_padding: Padding, at_start: bool) -> Array:

@@ -25,7 +25,6 @@ from jax_kernels.common.dispatch import Target, dispatch, map_shards
 from jax_kernels.common.frames import (
     average_pairs,
     check_convolution,
-    conv_frames,
     is_image_for_tpu,
     join_bands,
     join_frames,
@@ -187,7 +186,7 @@ def _by_xla(
 
     def convolve(columns: Array, taps: Array, padding: tuple[int, int]) -> Array:
         """Convolve the shard's columns, or a neighbour's, with so many columns of zeros (left, right)."""
-        return conv_frames(columns, taps, padding=((zero_rows, zero_rows), padding))
+        return xla.convolved_sums(target, columns, taps, ((zero_rows, zero_rows), padding))
 
     # First with zeros in place of the neighbours' columns. `add_from_neighbours` fetches these columns,
     # convolves them by the taps that see them, and adds the results.
@@ -285,7 +284,8 @@ def _downsample_shard(
     # For an image on a TPU, XLA compiles one matrix product of all 3 x 3 windows (patches) faster than a
     # convolution.
     by_patches = is_image_for_tpu(target, x) and xla.suits_patches(x)
-    convolve = xla.downsampled_sums_by_patches if by_patches else xla.downsampled_sums
+    by_convolution = functools.partial(xla.downsampled_sums, target)
+    convolve = xla.downsampled_sums_by_patches if by_patches else by_convolution
     y = convolve(x, kernel, (0, 1))  # a column of zeros on the right, as diffusers pads
     if target.split.has_neighbours:
         if x.shape[3] % 2:

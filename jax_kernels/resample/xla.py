@@ -1,8 +1,12 @@
 """Resampling by a factor of two as XLA compiles it, on any platform and on a TPU."""
 
+import functools
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
+from jax_kernels.common.dispatch import Target, on_platform
 from jax_kernels.common.frames import (
     MOST_IN_PATCHES,
     conv_frames,
@@ -29,9 +33,23 @@ def double_pixels_as_outer_axes(x: jax.Array) -> jax.Array:
     return frames_first(doubled.reshape(2 * h, 2 * w, n, t, c))
 
 
-def downsampled_sums(x: jax.Array, kernel: jax.Array, columns: tuple[int, int]) -> jax.Array:
+def convolved_sums(
+    target: Target, x: jax.Array, kernel: jax.Array, padding: Sequence[tuple[int, int]], stride: int = 1
+) -> jax.Array:
+    """Convolve every frame by `conv_frames`; return float32 sums, which a GPU rounds once to `x`'s dtype."""
+    plain = functools.partial(conv_frames, padding=padding, stride=stride)
+    if target.on_tpu or x.dtype == jnp.float32:
+        return plain(x, kernel)
+
+    def rounded(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return plain(x, kernel, dtype=x.dtype).astype(jnp.float32)  # why: see `conv3d.xla.rounded_on_gpu`
+
+    return on_platform(plain, cuda=rounded)(x, kernel)
+
+
+def downsampled_sums(target: Target, x: jax.Array, kernel: jax.Array, columns: tuple[int, int]) -> jax.Array:
     """Convolve with stride 2, a row of zeros below and `columns` zeros (left, right); return float32 sums."""
-    return conv_frames(x, kernel, padding=((0, 1), columns), stride=2)
+    return convolved_sums(target, x, kernel, ((0, 1), columns), stride=2)
 
 
 def downsampled_sums_by_patches(x: jax.Array, kernel: jax.Array, columns: tuple[int, int]) -> jax.Array:

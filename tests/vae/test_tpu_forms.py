@@ -14,7 +14,8 @@ from cogvideox_torchax.vae.nnx.autoencoder import compiled
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE
 from jax_kernels.common import frames as over_frames
 from jax_kernels.common.tiles import SWITCH
-from jax_kernels.conv3d import xla
+from jax_kernels.conv3d import xla as conv3d_xla
+from jax_kernels.resample import xla as resample_xla
 from tests import reference
 from tests.vae.conftest import RUNS, check_bfloat16, shallow_latents
 
@@ -149,12 +150,18 @@ def test_every_kind_of_length_has_the_error_of_pytorch(large, size, traced):
 def test_a_gpu_convolves_bfloat16_without_float32_and_rounds_as_pytorch_does(small_vae):
     x = jax.ShapeDtypeStruct((1, 8, 16, 24, 32), jnp.bfloat16)
     kernel = jax.ShapeDtypeStruct((3, 3, 3, 32, 32), jnp.bfloat16)
-    traced = jax.jit(lambda x, kernel: jax_kernels.conv3d(x, kernel)[0]).trace(x, kernel)
-    for platform, dtypes in (("cuda", {"bf16"}), ("cpu", {"f32"})):
-        text = traced.lower(lowering_platforms=(platform,)).as_text()
-        assert set(re.findall(r"stablehlo\.convolution.* -> tensor<[\dx]*(\w+)>", text)) == dtypes
+    for convolve in (
+        lambda x, kernel: jax_kernels.conv3d(x, kernel)[0],
+        lambda x, kernel: jax_kernels.upsample(x, kernel[0], None, expand_time=True),
+        lambda x, kernel: jax_kernels.downsample(x, kernel[0], None, compress_time=True),
+    ):
+        traced = jax.jit(convolve).trace(x, kernel)
+        for platform, dtypes in (("cuda", {"bf16"}), ("cpu", {"f32"})):
+            text = traced.lower(lowering_platforms=(platform,)).as_text()
+            assert set(re.findall(r"stablehlo\.convolution.* -> tensor<[\dx]*(\w+)>", text)) == dtypes
     with reference.traced_anew() as patch:  # what the GPU computes, on this CPU
-        patch.setattr(xla, "rounded_on_gpu", lambda x, *rest: xla.folded(x, *rest, dtype=x.dtype))
+        for module in (conv3d_xla, resample_xla):
+            patch.setattr(module, "on_platform", lambda plain, **forms: forms.get("cuda", plain))
         vae = reference.built("torchax", copy.deepcopy(small_vae).bfloat16())
         check_bfloat16(vae, "decode", reference.latents(5, height=6, width=8), small_vae)
         check_bfloat16(vae, "encode", reference.video(17, height=48, width=64), small_vae)
