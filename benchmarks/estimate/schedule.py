@@ -22,7 +22,6 @@ import bisect
 import contextlib
 import functools
 import itertools
-import math
 import operator
 import re
 import shutil
@@ -44,22 +43,32 @@ WORD = 2**32
 
 _BUNDLE = re.compile(r"^\s*(?P<address>0x[0-9a-f]+|0)\s+(?P<marker>[A-Z]{2})?\s*:[ >]*\{", re.M)
 _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
-_CORE = re.compile(r"= sld \[[^/]*\] /\* core id \*/")
 # A division goes through a queue: "%9 = sdivrem.u32 %s1_s1, 6 /* kRem */", and then "%s2_s2 = spop.drf %9".
-_DIVISION, _TAKEN = re.compile(r"%(\d+) = sdivrem\.u32 (.*?) /\* (k\w+) \*/"), re.compile(r"spop\.drf %(\d+)")
-_BOTH = re.compile(r"%(\d+) = sdivrem\.u32 (.*?) /\* kDivAndRem \*/")
-_COMMENT = re.compile(r"/\*.*?\*/", re.S)
+_TAKEN = re.compile(r"spop\.drf %(\d+)")
+_REWRITTEN = (
+    # Each core reads its number from memory: core 0 is followed.
+    (re.compile(r"= sld \[[^/]*\] /\* core id \*/"), "= smov 0"),
+    # Stores into and loads from an allocation in scalar memory, such as "#allocation9", are moves of "m9".
+    (re.compile(r"%\w+ = sst\s*\[smem:\[#allocation(\d+)\w*\]\]"), r"%m\1_m\1 = smov"),
+    (re.compile(r"= sld\s*\[smem:\[#allocation(\d+)\w*\]\]( \(!?%\w+\))?"), r"= smov\2 %m\1_m\1"),
+    # Where both are asked for, the remainder follows the quotient. No other name of a value begins with "s0".
+    (
+        re.compile(r"%(\d+) = sdivrem\.u32 (.*?) /\* kDivAndRem \*/"),
+        r"%s\1_s\1 = kDiv \2 ;; %s0\1_s0\1 = kRem \2",
+    ),
+    (re.compile(r"%(\d+) = sdivrem\.u32 (.*?) /\* (k\w+) \*/"), r"%s\1_s\1 = \3 \2"),
+    (re.compile(r"/\*.*?\*/", re.S), ""),  # comments
+)
+"""Instructions of other forms, and the form of all others, "%NAME_CELL = OPCODE OPERANDS", that they get."""
 _BRANCH = re.compile(
     r"sbr\.rel\s*(?:\((?P<not>!?)%(?P<condition>\w+)\))?,?\s*target = \$region(?P<region>\d+)"
 )
 # An opcode and its type: "sadd" and ".s32", or "scmp.lt" and ".s32.totalorder".
-_SCALAR = re.compile(r"%([sp]\d+)_([sp]\d+) = ([a-z_]\w*(?:\.(?:eq|ne|lt|le|gt|ge)\b)?)([\w.]*)\s*(.*)")
-_STORE = re.compile(r"= sst\s*\[smem:\[(#allocation\w+)\]\]\s*(.*)")
+_SCALAR = re.compile(r"%([spm]\d+)_([spm]\d+) = ([a-z_]\w*(?:\.(?:eq|ne|lt|le|gt|ge)\b)?)([\w.]*)\s*(.*)")
 _GUARD = re.compile(
     r"^\((?P<not>!?)%(?P<name>[sp]\d+)_(?P<register>[sp]\d+)(?:, (?P<old>%\w+|-?\d+))?\),?\s*"
 )
-_OPERAND = re.compile(r"%([sp]\d+)_([sp]\d+)|(?<![\w%#])(-?(?:0x[0-9a-f]+|\d+))(?!\w)")
-_ALLOCATION = re.compile(r"\[smem:\[(#allocation\w+)\]\]")
+_OPERAND = re.compile(r"%([spm]\d+)_([spm]\d+)|(?<![\w%#])(-?(?:0x[0-9a-f]+|\d+))(?!\w)")
 _FILE = re.compile(r"\d+-(.+)-\d+-(final_bundles|critical-path)\.txt")
 # A result's name: in a bundle "%s196_s15 = ", with its register, and in a critical path ", %s196 = ".
 _RESULT = re.compile(r"%(\w+?)(?:_[a-z]+\d+)? = ")
@@ -134,8 +143,8 @@ def read_schedules(directory: Path, kernels: Iterable[str], delay_slots: int) ->
     return {kernel: known[name] for kernel, name in names.items() if name in known}
 
 
-Value = int | bool | None
-"""Value of a cell, a word or a predicate: None if it depends on data."""
+Value = int | None
+"""Value of a cell, a word or a predicate (0 or 1): None if it depends on data."""
 
 
 @dataclass(frozen=True)
@@ -200,9 +209,9 @@ def read_schedule(text: str, paths: str, delay_slots: int) -> Schedule:
     needed = _needed((each for found in operations.values() for each in found), branches.values())
     for address, found in operations.items():
         operations[address] = [each for each in found if each.name in needed and each.compute]
-    # The names of float comparisons' results: a branch on one of them counts as taken (`Schedule.assumed`).
+    # The names of what is made of floats: a branch on such a comparison counts as taken (`Schedule.assumed`).
     float_conditions = {
-        each.name for found in operations.values() for each in found if each.compute is _float_comparison
+        each.name for found in operations.values() for each in found if each.compute is _of_floats
     }
     runs, assumed = _follow(len(bundles), operations, branches, delay_slots, float_conditions)
     edges = sorted(
@@ -256,20 +265,18 @@ def _bundles(text: str) -> tuple[list[str], dict[str, int]]:
     # it, and the dump has no region number for it.
     if heads[-1]["marker"] == "PF":
         targets[""] = len(bodies) - 1
-    # Each core reads its number from memory. The load is replaced by the constant 0: core 0 is followed. The
-    # queue of divisions is replaced by a cell for each.
     taken: set[str] = set()  # divisions of which one result has left the queue
 
     def take(pop: re.Match[str]) -> str:
+        """Return a move from a division's result, which has a cell of its own in place of the queue."""
         division = pop[1]
         cell = f"s0{division}" if division in taken else f"s{division}"
         taken.add(division)
         return f"smov %{cell}_{cell}"
 
-    bodies = [_TAKEN.sub(take, _CORE.sub("= smov 0", body)) for body in bodies]
-    # Where both are asked for, the remainder follows the quotient. No other name of a value begins with "s0".
-    bodies = [_BOTH.sub(r"%s\1_s\1 = kDiv \2 ;; %s0\1_s0\1 = kRem \2", body) for body in bodies]
-    return [_COMMENT.sub("", _DIVISION.sub(r"%s\1_s\1 = \3 \2", body)) for body in bodies], targets
+    for pattern, form in ((_TAKEN, take), *_REWRITTEN):
+        bodies = [pattern.sub(form, body) for body in bodies]
+    return bodies, targets
 
 
 def _branch(instruction: str, targets: dict[str, int]) -> _Branch | None:
@@ -296,24 +303,17 @@ def _operation(instruction: str) -> _Operation | None:
 
     A guard, a predicate in parentheses before the operands, decides whether the instruction has effect.
     """
+    match = _SCALAR.search(instruction)
+    if match is None:
+        return None
     # `name` is the result's name, and `cell` gets the result: a register, or an allocation in scalar memory.
     # `op` is the opcode with its comparison, `type_` the suffix such as ".f32", `rest` the guard and the
     # operands.
-    if match := _STORE.search(instruction):  # a move into an allocation
-        name, cell, op, type_, rest = match[1], match[1], "smov", "", match[2]
-    elif match := _SCALAR.search(instruction):
-        name, cell, op, type_, rest = match.groups()
-    else:
-        return None
+    name, cell, op, type_, rest = match.groups()
     guard = _GUARD.match(rest)
-    rest = rest[guard.end() :] if guard else rest
     # An operand is (name of the result that it reads, the result's cell), or ("", number).
-    compute, operands = _OPERATIONS.get(op, _unknown), _operands(rest)
-    if op.startswith("scmp") and ".f32" in type_:
-        compute = _float_comparison
-    if op == "sld":  # a load from an allocation, which is the name of the operand and its cell
-        allocation = _ALLOCATION.search(rest)
-        compute, operands = (_same, [(allocation[1], allocation[1])]) if allocation else (_unknown, [])
+    operands = _operands(rest[guard.end() :] if guard else rest)
+    compute = _of_floats if ".f32" in type_ else _OPERATIONS.get(op, _unknown)
     if guard and compute:  # a phi, which does nothing, has no function
         # The result if the instruction has no effect: the guard may name it; else the cell keeps its value,
         # whose name is not known.
@@ -337,16 +337,12 @@ def _signed(value: int) -> int:
     return value - WORD if value >= WORD // 2 else value
 
 
-def _same(value: Value) -> Value:
-    return value
-
-
 def _unknown(*_: Value) -> Value:
     """Return an unknown value, whatever the operands."""
     return None
 
 
-def _float_comparison(*_: Value) -> Value:
+def _of_floats(*_: Value) -> Value:
     """Return an unknown value, whatever the operands: floats are not followed.
 
     It is not `_unknown` itself, because `read_schedule` recognizes comparisons of floats by this function.
@@ -365,42 +361,35 @@ def _guarded(negated: bool, compute: Callable[..., Value], guard: Value, old: Va
     return compute(*values) if bool(guard) is not negated else old
 
 
-def _known(function: Callable[..., Any], *values: Value) -> Value:
+def _known(function: Callable[..., int], *values: Value) -> Value:
     """Return a function's result as a word of 32 bits; None, unknown, if an operand is unknown."""
     return None if None in values else function(*values) % WORD
 
 
-def _compared(function: Callable[[int, int], bool], one: Value, other: Value) -> Value:
+def _compared(function: Callable[[int, int], bool], *values: Value) -> Value:
     """Return the comparison of two words as signed numbers; None, unknown, if one of the words is unknown."""
-    return None if one is None or other is None else function(_signed(one), _signed(other))
+    return _known(lambda *words: function(*map(_signed, words)), *values)
 
 
-def _or(*values: Value) -> Value:
-    """Return whether any predicate is true; None, unknown, if none is true and one is unknown."""
-    return True if True in values else None if None in values else False
+def _joined(decisive: int, *values: Value) -> Value:
+    """Join predicates by "or", for which 1 is decisive, or by "and", for which 0 is.
 
-
-def _not(value: Value) -> Value:
-    """Return the negation of a predicate; None, unknown, stays None."""
-    return None if value is None else not value
-
-
-def _and(*values: Value) -> Value:
-    """Return True if all predicates are true, False if one is false, else None (unknown)."""
-    return _not(_or(*map(_not, values)))
+    The result is `decisive` if one of them is, else None, unknown, if one of them is unknown.
+    """
+    return decisive if decisive in values else None if None in values else 1 - decisive
 
 
 _OPERATIONS: dict[str, Callable[..., Value] | None] = {
     "sphi": None,
     "pphi": None,
-    "smov": _same,
-    "pmov": _same,
+    "smov": lambda value=None: value,  # an allocation's address, such as "[#allocation9]", is no operand
+    "pmov": lambda value: value,
     "sadd": functools.partial(_known, operator.add),
     "ssub": functools.partial(_known, operator.sub),
     "smin": functools.partial(_known, min),
     "smax": functools.partial(_known, max),
     "smul": functools.partial(_known, operator.mul),
-    "smulhi": lambda *values: None if None in values else math.prod(values) // WORD,
+    "smulhi": functools.partial(_known, lambda a, b: a * b // WORD),
     "kDiv": functools.partial(_known, lambda a, b: a // b if b else 0),
     "kRem": functools.partial(_known, lambda a, b: a % b if b else 0),
     "sand": functools.partial(_known, operator.and_),
@@ -410,10 +399,10 @@ _OPERATIONS: dict[str, Callable[..., Value] | None] = {
     "sshrl": functools.partial(_known, operator.rshift),
     "sshra": functools.partial(_known, lambda a, b: _signed(a) >> b),
     "scalar_select": lambda chosen, one, other: None if chosen is None else one if chosen else other,
-    "por": _or,
-    "pand": _and,
-    "pneg": _not,
-    "pnand": lambda *values: _not(_and(*values)),
+    "por": functools.partial(_joined, 1),
+    "pand": functools.partial(_joined, 0),
+    "pneg": functools.partial(_known, operator.not_),
+    "pnand": lambda *values: _known(operator.not_, _joined(0, *values)),
     "scmp.eq": functools.partial(_compared, operator.eq),
     "scmp.ne": functools.partial(_compared, operator.ne),
     "scmp.lt": functools.partial(_compared, operator.lt),
@@ -454,8 +443,8 @@ def _follow(
         operations: by a bundle's address, the operations that branches need.
         branches: branches by their bundle's address.
         delay_slots: number of bundles behind a branch that run whether it is taken or not.
-        float_conditions: names of the results of comparisons of floats, which are not computed. A branch
-            forward on one of them counts as taken.
+        float_conditions: names of the results of comparisons of floats, among others, which are not computed.
+            A branch forward on one of them counts as taken.
 
     Raises:
         UnknownDumpError: a loop whose end depends on data, or more than `LONGEST` bundles to follow.

@@ -70,12 +70,21 @@ New basic block in region: region9 {members=1 hlo=made.1 parent=7}
 CHECKED = text().replace("scmp.ne.s32.totalorder %s11_s1, 2", "scmp.eq.f32.partialorder %s98_s8, 0.0")
 
 
+def made(instruction):
+    """Return the schedule with the result of an instruction as the guard's number."""
+    return text(guard="%s98_s8").replace("0x5   : > {}", f"0x5   : > {{ %s98_s8 = {instruction} }}")
+
+
 @pytest.mark.parametrize(
     ("bundles", "skipped", "assumed"),
     [
         # 3 without the loops, 4 trips of 7, 3 of the 13 that run always, and what the guard skips.
         pytest.param(text(), 1, 0, id="of the second iteration, counted once"),
         pytest.param(text(guard="%s99_s9"), 3, 1, id="that hangs on data, counted as open and told"),
+        pytest.param(made("smul.f32 0.5, 3.0"), 3, 1, id="that hangs on floats, counted as open and told"),
+        pytest.param(
+            made("smov [#allocation9]"), 3, 1, id="that hangs on an address, counted as open and told"
+        ),
         pytest.param(CHECKED, 0, 1, id="of numbers that are not right, left out and told"),
     ],
 )
@@ -120,7 +129,7 @@ def test_a_product_and_a_division_of_words_are_followed(kind, taken, trips):
 
 
 @pytest.mark.parametrize(("guard", "trips"), [("%p60_p4", 5), ("!%p60_p4", 3)])
-def test_a_store_with_a_guard_has_effect_only_where_the_guard_says_so(guard, trips):
+def test_stores_and_loads_with_a_guard_have_effect_only_where_the_guard_says_so(guard, trips):
     stored = (
         text(bound="%s65_s7")
         .replace("smov 0 }", "smov 0  ;;  %p60_p4 = scmp.eq.s32.totalorder 1, 1  ;;  %s61_s5 = smov 3 }", 1)
@@ -129,7 +138,11 @@ def test_a_store_with_a_guard_has_effect_only_where_the_guard_says_so(guard, tri
         .replace("0x3   : > {", "0x3   : > { %s64_s6 = smov 5  ;; ")
         .replace("0xd   : > {}", "0xd   : > { %s65_s7 = sld [smem:[#allocation9]] }")
     )
-    assert schedule.read_schedule(stored, "", 4) == schedule.Schedule(3 + 4 * 7 + trips * 13 + 1, 0, 0)
+    for load in ("]] }", "]] (%p60_p4) }"):
+        found = schedule.read_schedule(stored.replace("]] }", load), "", 4)
+        assert found == schedule.Schedule(3 + 4 * 7 + trips * 13 + 1, 0, 0)
+    with pytest.raises(schedule.UnknownDumpError, match="hangs on data"):  # nothing else writes the register
+        schedule.read_schedule(stored.replace("]] }", "]] (!%p60_p4) }"), "", 4)
 
 
 @pytest.mark.parametrize(
