@@ -65,11 +65,6 @@ def starred(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return table(head, rows) + (note if any(STAR in cell for row in rows for cell in row) else "")
 
 
-def star(*names: str) -> str:
-    """Return `STAR` if one of the estimates is of the earlier method."""
-    return max(estimate(name)["star"] for name in names)
-
-
 # How far estimates are off
 
 
@@ -96,16 +91,15 @@ def calibrations() -> str:
     return table(head, rows)
 
 
-def likely(name: str) -> tuple[float, ...]:
-    """Return the seconds of an estimate's last program, and its interval's ends, unless it has a star."""
-    plan = estimate(name)
-    program = plan["programs"][-1]
-    return (program["seconds"], *(() if plan["star"] else calibration.interval(program)))
+def likely(name: str) -> tuple[float, float, float]:
+    """Return the seconds of an estimate's last program, and the ends of their interval."""
+    program = estimate(name)["programs"][-1]
+    return program["seconds"], *calibration.interval(program)
 
 
-def shown() -> dict[str, tuple[float, ...]]:
-    """Return, by the bars' names, what is `likely`, where there is an interval."""
-    return {label: found for label, name in SHOWN.items() if len(found := likely(name)) == 3}
+def shown() -> dict[str, tuple[float, float, float]]:
+    """Return what is `likely`, by the bars' names."""
+    return {label: likely(name) for label, name in SHOWN.items()}
 
 
 def intervals(page: str) -> str:
@@ -114,8 +108,8 @@ def intervals(page: str) -> str:
     each = [f"{name} {low / mid:.2f} to {high / mid:.2f}" for name, (mid, low, high) in shown().items()]
     return (
         f"[Published times]({page}#how-far-estimates-are-off) of other programs are these multiples of their "
-        f"estimates:\n{', '.join(kinds)}."
-        + (f"\nSo these multiples of the estimates here are likely:\n{', '.join(each)}." if each else "")
+        f"estimates:\n{', '.join(kinds)}.\n"
+        f"So these multiples of the estimates here are likely:\n{', '.join(each)}."
     )
 
 
@@ -167,22 +161,29 @@ def _plan_row(plan: dict[str, Any]) -> tuple[str, ...]:
 
 def composition() -> str:
     """Return a table of the milliseconds of each part of a program, of the torchax build's plans for v6e."""
-    rows = []
-    for plan in estimates("plan-v6e-*-torchax"):
-        if len(plan["programs"]) == 1:
-            continue
-        job, chips = plan["job"], plan["mesh"]["dp"] * plan["mesh"]["tp"]
-        video = f"{job['direction']} {job['height']} x {job['width']}, {chips} chip{'s' * (chips > 1)}"
-        for program in plan["programs"]:
-            chunk = "first" if program["name"] == "first" else "steady"
-            kernels = {name: kernel["seconds"] for name, kernel in program["kernel_times"].items()}
-            fused = [kernels.pop(name, 0.0) for name in FUSED]
-            by_xla = program["seconds"] - sum(fused) - sum(kernels.values())
-            moved = sum((program["collective_seconds"] or {}).values())
-            parts = [*fused, sum(kernels.values()), by_xla, moved]
-            name = f"{video}, {chunk} chunk of {program['frames']}{plan['star']}"
-            rows.append((name, *(f"{1e3 * seconds:.1f}" for seconds in (sum(parts), *parts))))
+    rows = [
+        _composition_row(plan, program)
+        for plan in estimates("plan-v6e-*-torchax")
+        if len(plan["programs"]) > 1
+        for program in plan["programs"]
+    ]
     return starred(("program", "total", *FUSED, "other kernels", "XLA", "collectives"), rows)
+
+
+def _composition_row(plan: dict[str, Any], program: dict[str, Any]) -> tuple[str, ...]:
+    job, chips = plan["job"], plan["mesh"]["dp"] * plan["mesh"]["tp"]
+    video = f"{job['direction']} {job['height']} x {job['width']}, {chips} chip{'s' * (chips > 1)}"
+    chunk = f"{_chunk(program)} of {program['frames']}{plan['star']}"
+    kernels = {name: kernel["seconds"] for name, kernel in program["kernel_times"].items()}
+    fused = [kernels.pop(name, 0.0) for name in FUSED]
+    others = sum(kernels.values())
+    by_xla = program["seconds"] - sum(fused) - others
+    parts = [*fused, others, by_xla, sum(program["collective_seconds"].values())]
+    return (f"{video}, {chunk}", *(f"{1e3 * seconds:.1f}" for seconds in (sum(parts), *parts)))
+
+
+def _chunk(program: dict[str, Any]) -> str:
+    return "first chunk" if program["name"] == "first" else "steady chunk"
 
 
 def torchtpu() -> str:
@@ -190,46 +191,46 @@ def torchtpu() -> str:
     head = ("program", "stock torchax, ms", "torchax, ms", "TorchTPU, ms", "TorchTPU over torchax")
     rows = []
     for direction, captured in kept("torchtpu")["programs"].items():
-        # Of a build some programs may not be estimated.
-        builds = [estimate(f"plan-v6e-1-{direction}-{build}") for build in ("torchax-stock", "torchax")]
-        stock, ported = ({each["name"]: each for each in build["programs"]} for build in builds)
+        stock, ported = (
+            {program["name"]: program for program in estimate(f"plan-v6e-1-{direction}-{build}")["programs"]}
+            for build in ("torchax-stock", "torchax")
+        )
         for plan in captured:
-            name = plan["name"]
-            own, milliseconds = ported[name], 1e3 * plan["seconds"]
-            # TorchTPU's programs are estimated by a command of their own, in another environment.
+            name, own = plan["name"], ported[plan["name"]]
             rows.append(
                 (
-                    f"{direction}, {'first' if name == 'first' else 'steady'} chunk",
-                    f"{1e3 * stock[name]['seconds']:.0f}{builds[0]['star']}" if name in stock else "",
-                    f"{1e3 * own['seconds']:.1f}{builds[1]['star']}",
-                    f"{milliseconds:.1f}" + ("" if "compiler_moves_s" in plan else STAR),
-                    f"{milliseconds / own['seconds'] / 1e3:.2f}"
-                    if ("compiler_moves_s" in plan) is (not builds[1]["star"])
-                    else "",
+                    f"{direction}, {_chunk(plan)}",
+                    # Of stock modules the first chunk's program is not estimated.
+                    f"{1e3 * stock[name]['seconds']:.0f}" if name in stock else "",
+                    f"{1e3 * own['seconds']:.1f}",
+                    f"{1e3 * plan['seconds']:.1f}",
+                    f"{plan['seconds'] / own['seconds']:.2f}",
                     f"{own['kernels']} and {plan['kernels']}",
                     f"{own['temp_bytes'] / GIB:.1f} and {plan['temp_bytes'] / GIB:.1f}",
                 )
             )
-    return starred((*head, "kernels", "temporaries, GiB"), rows)
+    return table((*head, "kernels", "temporaries, GiB"), rows)
 
 
 def sharding() -> str:
     head = ("chunk", "latents", "FLOPs, 8 / 1", "temporaries, 1 device, MiB", "on each of 8, MiB")
-    rows = []
-    for result in kept("sharding")["results"]:
-        halos, sums = (result["collectives"][kind] for kind in ("collective-permute", "all-reduce"))
-        rows.append(
-            (
-                result["kind"],
-                " x ".join(map(str, result["latents"])),
-                f"{result['flops_ratio']:.3f}",
-                f"{result['temp_mib_single_device']:,.0f}",
-                f"{result['temp_mib_per_device']:,.0f}",
-                f"{halos['bytes'] / 2**20:,.0f} MiB in {halos['count']}",
-                f"{sums['bytes'] / 2**10:,.0f} KiB in {sums['count']}",
-            )
+    rows = [
+        (
+            result["kind"],
+            " x ".join(map(str, result["latents"])),
+            f"{result['flops_ratio']:.3f}",
+            f"{result['temp_mib_single_device']:,.0f}",
+            f"{result['temp_mib_per_device']:,.0f}",
+            _traffic(result["collectives"]["collective-permute"], "MiB", 2**20),
+            _traffic(result["collectives"]["all-reduce"], "KiB", 2**10),
         )
+        for result in kept("sharding")["results"]
+    ]
     return table((*head, "halos", "sums"), rows)
+
+
+def _traffic(collectives: dict[str, int], unit: str, size: int) -> str:
+    return f"{collectives['bytes'] / size:,.0f} {unit} in {collectives['count']}"
 
 
 # Kernels
@@ -316,11 +317,8 @@ def host_step_seconds(video: str) -> float:
 def videos() -> str:
     """Return a table of the seconds of a whole video, from the prompt to the frames."""
     head = ("video", "prompts, s", f"{STEPS} steps, s", "one step, s", "a step's host, s", "VAE, s")
-    rows = [
-        (name + star(*PARTS[part]), *(_seconds(seconds, 0.1, 3) for seconds in seconds_of_video(name)))
-        for name, part in VIDEOS.items()
-    ]
-    return starred((*head, "total, s"), rows)
+    rows = [(name, *(_seconds(seconds, 0.1, 3) for seconds in seconds_of_video(name))) for name in VIDEOS]
+    return table((*head, "total, s"), rows)
 
 
 def seconds_of_video(name: str) -> tuple[float, ...]:
@@ -400,8 +398,7 @@ def _compiled(case: str) -> tuple[str, list[float], float, str]:
     program whose time is not known counts by its floor: then "over " stands for the last result, else "".
     """
     is_whole = (RESULTS / f"{case}.json").exists()
-    names = (case,) if is_whole else PARTS.get(case, ())
-    documents = [estimate(name) for name in names]
+    documents = [estimate(name) for name in ((case,) if is_whole else PARTS.get(case, ()))]
     if not documents:
         return "not compiled", [], 0.0, ""
     # 2: the prompt, and the negative one.
@@ -409,7 +406,7 @@ def _compiled(case: str) -> tuple[str, list[float], float, str]:
     programs = [program for document in documents for program in document["programs"]]
     times = [program["seconds_with_collectives"] for program in programs]
     return (
-        ("whole" if is_whole else "in parts") + star(*names),
+        ("whole" if is_whole else "in parts") + max(document["star"] for document in documents),
         [program["peak_bytes"] for program in programs],
         sum(
             count * (program["floor_s"] if seconds is None else seconds)
@@ -482,27 +479,24 @@ def training() -> str:
 def figures() -> str:
     """Return README's table."""
     head = ("estimated time, CogVideoX-5b in bfloat16", "chips", "diffusers through torchax", "this project")
-    rows = []
-    for kind in ("decode", "encode"):
-        names = [f"plan-v6e-1-{kind}-{build}" for build in ("torchax-stock", "torchax")]
-        rows.append((f"{kind} a chunk, 8 frames of 480 x 720", "1 v6e", *map(_with_interval, names)))
-    video = estimate("plan-v6e-8-decode-torchax")
-    whole = "5b, 49 x 480 x 720, v6e-8"
-    rows += [
-        (
-            *("decode 81 frames of 768 x 1360", "8 v6e", ""),
-            f"{video['summary']['with_collectives_s']:.2f} s{video['star']}",
+    decoding = estimate("plan-v6e-8-decode-torchax")["summary"]["with_collectives_s"]
+    whole = seconds_of_video("5b, 49 x 480 x 720, v6e-8")[-1]
+    rows = [
+        *(
+            (
+                *(f"{kind} a chunk, 8 frames of 480 x 720", "1 v6e"),
+                *(_with_interval(f"plan-v6e-1-{kind}-{build}") for build in ("torchax-stock", "torchax")),
+            )
+            for kind in ("decode", "encode")
         ),
+        ("decode 81 frames of 768 x 1360", "8 v6e", "", f"{decoding:.2f} s"),
         ("a denoising step, 49 frames of 480 x 720", "1 v6e", "", _with_interval("network-step-5b-v6e-1")),
-        (
-            *("a prompt to 49 frames of 480 x 720, 50 steps", "8 v6e", ""),
-            f"{seconds_of_video(whole)[-1]:.2f} s{star(*PARTS[VIDEOS[whole]])}",
-        ),
+        ("a prompt to 49 frames of 480 x 720, 50 steps", "8 v6e", "", f"{whole:.2f} s"),
     ]
-    return starred(head, rows)
+    return table(head, rows)
 
 
 def _with_interval(name: str) -> str:
     """Return the cell of an estimate's last program, in seconds with their interval."""
-    seconds, *ends = likely(name)
-    return f"{seconds:.3f} s" + (f" ({ends[0]:.3f} to {ends[1]:.3f})" if ends else STAR)
+    seconds, low, high = likely(name)
+    return f"{seconds:.3f} s ({low:.3f} to {high:.3f})"

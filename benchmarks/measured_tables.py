@@ -1,5 +1,6 @@
 """The tables of measurements in the documents, each a function, and the plot of memory, from results/."""
 
+import statistics
 from typing import Any
 
 from benchmarks import runs
@@ -72,17 +73,20 @@ def on_cpu() -> str:
 def builds() -> str:
     """Return a table of both builds' times: measured on a CPU, and estimated for a v6e."""
     measured = load(RESULTS / "ab-5b-cpu.json", runs.FORMAT)
-    pytorch = {name: peer for name, _port, peer in beside(measured, "torch")}
+    pytorch = {name: f"{peer:.2f}" for name, _port, peer in beside(measured, "torch")}
     rows = [
-        (f"{name}, measured", f"{pytorch[name]:.2f}", f"{port:.2f}", f"{flax:.2f}", f"{port / flax:.2f}")
+        (f"{name}, measured", pytorch[name], *_over(port, flax))
         for name, port, flax in beside(measured, "flax")
     ]
     for kind in ("decode", "encode"):
         port, flax = (estimate(f"plan-v6e-1-{kind}-{build}")["summary"] for build in ("torchax", "flax"))
-        ours, theirs = port["with_collectives_s"], flax["with_collectives_s"]
-        name = f"{port['video']}, v6e, an estimate"
-        rows.append((name, "", f"{ours:.2f}", f"{theirs:.2f}", f"{ours / theirs:.2f}"))
+        times = _over(port["with_collectives_s"], flax["with_collectives_s"])
+        rows.append((f"{port['video']}, v6e, an estimate", "", *times))
     return table(("job", "PyTorch, s", "torchax, s", "Flax, s", "torchax over Flax"), rows)
+
+
+def _over(port: float, flax: float) -> tuple[str, ...]:
+    return f"{port:.2f}", f"{flax:.2f}", f"{port / flax:.2f}"
 
 
 def host() -> str:
@@ -156,11 +160,15 @@ def plot_memory() -> None:
 
 def compile_times() -> str:
     """Return the table of the seconds and the memory to compile the programs of `COMPILED_VIDEOS`."""
-    rows = []
-    for job in kept("compile-times")["jobs"]:
-        if job["job"].rpartition(",")[0] in COMPILED_VIDEOS:  # without ", one chip"
-            seconds = [f"{program['compile_seconds']:.0f}" for program in job["programs"]]
-            rows.append((job["job"], *seconds, f"{job['process_bytes'] / GIB:.1f}"))
+    rows = [
+        (
+            job["job"],
+            *(f"{program['compile_seconds']:.0f}" for program in job["programs"]),
+            f"{job['process_bytes'] / GIB:.1f}",
+        )
+        for job in kept("compile-times")["jobs"]
+        if job["job"].rpartition(",")[0] in COMPILED_VIDEOS  # without ", one chip"
+    ]
     return table(("job", "first chunk, s", "steady chunk, s", "memory of the host, GiB"), rows)
 
 
@@ -177,14 +185,10 @@ def ready() -> str:
     report = kept("ready")
     spent = report["cpu_seconds"]
     programs = dict.fromkeys(name.partition(":")[0] for name in spent if ":" in name)
-    ways = "traced and lowered", "key"
-    rows = [(name, *(f"{spent[f'{name}: {way}']:.2f}" for way in ways)) for name in programs]
-    totals = (f"{sum(spent[f'{name}: {way}'] for name in programs):.2f}" for way in ways)
-    imports = ("imports", *[f"{spent['imports']:.2f}"] * 2)
-    return table(
-        ("programs of 5b for one v6e, s of one core", "traced and lowered", "key"),
-        [*rows, ("all", *totals), imports],
-    )
+    head = ("programs of 5b for one v6e, s of one core", "traced and lowered", "key")
+    seconds = {name: [spent[f"{name}: {way}"] for way in head[1:]] for name in programs}
+    seconds |= {"all": [*map(sum, zip(*seconds.values(), strict=True))], "imports": [spent["imports"]] * 2}
+    return table(head, [(name, *(f"{each:.2f}" for each in both)) for name, both in seconds.items()])
 
 
 # Errors, and programs of others
@@ -262,11 +266,15 @@ def eight_bits() -> str:
     """Return a table of what bfloat16 and eight bits change in the bundled pipeline."""
     report = kept("prompts")
     head = ("choice", "error of a step", "PSNR of videos, dB", "videos that are right")
-    rows = []
-    for name, errors in report["errors"].items():
-        right = [found["all"] for found in report["choices"][name].values()]
-        share = f"{sum(right) / len(right):.2f}"
-        rows.append((name, f"{100 * errors['step']:.2f} %", f"{errors['psnr']:.1f}", share))
+    rows = [
+        (
+            name,
+            f"{100 * errors['step']:.2f} %",
+            f"{errors['psnr']:.1f}",
+            f"{statistics.mean(found['all'] for found in report['choices'][name].values()):.2f}",
+        )
+        for name, errors in report["errors"].items()
+    ]
     return table(head, rows)
 
 
