@@ -18,8 +18,9 @@ from cogvideox_torchax.plan import hlo
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _CALLED = re.compile(r"calls=%?([\w.\-]+)")
 _CYCLES = re.compile(r'"?estimated_cycles"?:"(\d+)"')
-_RUNS = re.compile(r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{(.*?)\}")
+# One computation, or several: the branches of a conditional, "branch_computations={%one, %other}". Those of a
+# conditional on a predicate are "true_computation=%one, false_computation=%other".
+_RUNS = re.compile(r"\b(?:calls|to_apply|body|condition|[a-z]+_computations?)=(\{.*?\}|%?[\w.\-]+)")
 _TRIPS = re.compile(r'"?known_trip_count"?:\{"n":"(\d+)"\}')
 _GROUPS = re.compile(
     r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|\{\}|\[[^ ]*?\](?:T\([\d,]*\))?)(?:,|$)"
@@ -78,7 +79,6 @@ def instructions(text: str) -> Iterator[TimedInstruction]:
             computation = head[1]
         elif found := hlo.instruction(line):
             cycles = _number(_CYCLES, line)
-            branches = _first_group(_BRANCHES, line) or ""  # a conditional's, such as "%one, %other"
             called = _first_group(_CALLED, line)
             root, type_, arguments = _PARTS.search(line).groups()  # pyright: ignore[reportOptionalMemberAccess]
             operands = _NAME.findall(arguments)
@@ -103,7 +103,7 @@ def instructions(text: str) -> Iterator[TimedInstruction]:
                 moved=sum(reads) + writes,
                 called=called,
                 cycles=0 if cycles == NO_ESTIMATE else cycles,
-                runs=(*_RUNS.findall(line), *re.findall(r"[\w.\-]+", branches)),
+                runs=tuple(re.findall(r"[\w.\-]+", " ".join(_RUNS.findall(line)))),
                 trips=_number(_TRIPS, line) if found.op == "while" else 1,
                 groups=_groups(_first_group(_GROUPS, line) or ""),
                 started=_first_group(_STARTED, line),

@@ -231,7 +231,17 @@ COLLECTIVES = """
   %r = f32[1000]{0} all-reduce(%a), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
 }
 
+%then (s: f32[1000]) -> f32[1000] {
+  ROOT %n = f32[1000]{0} negate(%s)
+}
+
+%branch (s: f32[1000]) -> f32[1000] {
+  ROOT %e = f32[1000]{0} negate(%s)
+}
+
 %body (s: f32[1000]) -> f32[1000] {
+  %c = f32[1000]{0} conditional(%at, %s, %s), true_computation=%then, false_computation=%other
+  %d = f32[1000]{0} conditional(%of, %s, %s), branch_computations={%other, %branch}
   ROOT %b = f32[1000]{0} all-reduce(%s), replica_groups=[2,4]<=[8], to_apply=%add
 }
 
@@ -253,7 +263,7 @@ def test_groups_and_trips_are_read_off_the_text():
     assert [found[name].groups for name in "gopt"] == [COLUMNS, HALVES, ((0, 1), (1, 0), (2, 4)), ()]
     assert (found["w"].trips, found["u"].trips, found["g"].trips) == (5, None, 1)
     times = times_run(list(found.values()))
-    assert times == times | {"main": 1, "body": 5, "all-reduce-scatter.1": 1}
+    assert times == times | {"main": 1, "body": 5, "then": 5, "branch": 5, "all-reduce-scatter.1": 1}
 
 
 def test_a_programs_collectives_add_up_by_kind():
