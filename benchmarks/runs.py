@@ -135,8 +135,7 @@ class _Laboratory:
         # The number of processes on the host while nothing is timed. One takes several cores, and for
         # published sizes up to 13 GB.
         self._processes = max(1, (os.cpu_count() or 1) // 4) if settings.quick else 1
-        # By (job, size), the answer for the reference, whose file is `_wanted(job)`.
-        self._references: dict[tuple[str, Size], dict[str, Any]] = {}
+        self._references: dict[str, tuple[Size, str, dict[str, Any]]] = {}  # results of `_reference` by job
         self._on_cpu = False  # until the device is known
         device = self._ask("probe", {"dp": settings.dp, "tp": settings.tp})
         if device.pop("status") != "ok":
@@ -219,18 +218,13 @@ class _Laboratory:
         then passes, the kernel left out is to blame, and the result of that run is returned.
         """
         off = self.report["switched_off"]  # by a kernel's name, the reason
-        platform = self.report["device"]["platform"]
-        # The size at which results are compared: the size itself, or one that PyTorch's host is quick at.
-        checked = size if self._settings.size else jobs.checked(job, self._on_cpu)
-        if (job, checked) not in self._references:
-            self._references[job, checked] = self._reference(job, checked)
-        reference = self._references[job, checked]
+        checked, data, reference = self._reference(job)
         if reference["status"] != "ok":
             return reference
         request = {
-            "case": self._case(job, way, size, platform),
+            "case": self._case(job, way, size),
             "checked": self._at_home(checked),
-            "data": self._wanted(job),
+            "data": data,
             "rms": reference["rms"],
             # A peer with diffusers' own modules is timed even if its error is too large.
             "lenient": way in jobs.STOCK_WAYS,
@@ -244,7 +238,7 @@ class _Laboratory:
         if job.startswith("kernels "):
             off[job.removeprefix("kernels ")] = reason
         elif "not done after" not in reason:  # `ask` gives this reason for a hang; each try could hang too
-            for name in jobs.kernels_used(job, platform):
+            for name in jobs.kernels_used(job, self.report["device"]["platform"]):
                 if name in off:
                     continue
                 self._say(f"{job}, {way}: without the kernel of {name}")
@@ -256,19 +250,20 @@ class _Laboratory:
 
     def prepare(self) -> None:
         """Have PyTorch compute the references of all jobs, side by side, before anything is timed."""
-        wanted = [(job, jobs.checked(job, self._on_cpu)) for job in self.ways]
-        self._say(f"references, by PyTorch on the host: {len(wanted)}")
+        self._say(f"references, by PyTorch on the host: {len(self.ways)}")
         with ThreadPoolExecutor(self._processes) as pool:
-            answers = pool.map(self._reference, *zip(*wanted, strict=True))
-            self._references = dict(zip(wanted, answers, strict=True))
+            list(pool.map(self._reference, self.ways))
 
-    def _reference(self, job: str, checked: Size) -> dict[str, Any]:
-        case = self._case(job, "", checked, self.report["device"]["platform"])
-        return self._ask("reference", {"case": case, "data": self._wanted(job)})
+    def _reference(self, job: str) -> tuple[Size, str, dict[str, Any]]:
+        """Have PyTorch compute the reference of a job, unless it has; return (size, file, answer).
 
-    def _wanted(self, job: str) -> str:
-        """Return the path of the file of a job's reference; of several sizes the last one's is there."""
-        return str(self._scratch / f"{job}.npy")
+        The size is that of the run, or one that PyTorch is quick at on the host.
+        """
+        if job not in self._references:
+            size = self._settings.size or jobs.checked(job, self._on_cpu)
+            request = {"case": self._case(job, "", size), "data": str(self._scratch / f"{job}.npy")}
+            self._references[job] = size, request["data"], self._ask("reference", request)
+        return self._references[job]
 
     def estimated(self) -> Iterator[dict[str, Any]]:
         """Add an "estimate", or a reason why there is none, to each result of the port ("torchax").
@@ -285,7 +280,7 @@ class _Laboratory:
             return
 
         def ask(result: dict[str, Any]) -> dict[str, Any]:
-            case = self._case(result["job"], "torchax", Size(**result["size"]), "tpu")
+            case = self._case(result["job"], "torchax", Size(**result["size"]))
             if time.monotonic() > self._end + ESTIMATING:
                 return _NO_TIME
             return self._ask("estimate", {"case": case, "topology": topology}, switched_off)
@@ -304,9 +299,9 @@ class _Laboratory:
     def _at_home(self, size: Size) -> Size:
         return size._replace(model=self._settings.models.get(size.model, size.model))
 
-    def _case(self, job: str, way: str, size: Size, platform: str) -> dict[str, Any]:
-        about = {"dtype": self.report["dtype"], "platform": platform, **self.report["mesh"]}
-        return {"job": job, "way": way, "size": self._at_home(size), **about}
+    def _case(self, job: str, way: str, size: Size) -> dict[str, Any]:
+        about = {"dtype": self.report["dtype"], "platform": self.report["device"]["platform"]}
+        return {"job": job, "way": way, "size": self._at_home(size), **about, **self.report["mesh"]}
 
     def _ask(self, do: str, request: dict[str, Any], off: Collection[str] = ()) -> dict[str, Any]:
         """Have a process call a function of `measure`, without the kernels `off`; return its answer."""

@@ -150,15 +150,11 @@ def _collective_seconds(
     """
     if not any(instruction.collective for instruction in found):
         return {}
-
-    def busy(instruction: TimedInstruction) -> float:
-        return times.get(instruction.name, ("", 0.0))[1]
-
     # The inputs have the program's mesh: collectives name devices by their index in it.
     shardings = jax.tree.leaves(compiled.input_shardings)
     mesh: Any = next(each.mesh for each in shardings if isinstance(each, jax.sharding.NamedSharding))
     places = tuple((*device.coords, device.core_on_chip) for device in mesh.devices.flat)
-    return Links(places, chip).seconds(found, busy)
+    return Links(places, chip).seconds(found, lambda each: times.get(each.name, ("", 0.0))[1])
 
 
 def instruction_times(
