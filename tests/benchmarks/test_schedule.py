@@ -146,6 +146,24 @@ def test_stores_and_loads_with_a_guard_have_effect_only_where_the_guard_says_so(
 
 
 @pytest.mark.parametrize(
+    ("opcode", "values", "want"),
+    [
+        ("por", (1, None), 1),
+        ("por", (0, None), None),
+        ("por", (0, 0), 0),
+        ("pand", (0, None), 0),
+        ("pand", (1, None), None),
+        ("pand", (1, 1), 1),
+        ("pnand", (0, None), 1),
+        ("pnand", (1, 1), 0),
+        ("pneg", (None,), None),
+    ],
+)
+def test_a_predicate_is_known_where_what_is_unknown_cannot_change_it(opcode, values, want):
+    assert schedule._OPERATIONS[opcode](*values) == want
+
+
+@pytest.mark.parametrize(
     ("broken", "words"),
     [
         ("", "no bundles"),
