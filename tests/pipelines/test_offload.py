@@ -59,11 +59,18 @@ OTHERS: dict[int, jax.Array] = {}
 @pytest.fixture
 def clean():
     """Leave out what other tests have left, to count the arrays that are alive."""
-    jax.clear_caches()
     gc.collect()
+    gc.freeze()  # `strays` looks through the objects of this test alone
     OTHERS.update((id(array), array) for array in jax.live_arrays())
     yield
     OTHERS.clear()
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def want():
+    """Return the frames of a pipeline on one device, without offload."""
+    return frames(port(build()))
 
 
 @pytest.fixture
@@ -119,9 +126,8 @@ def fails(pipe, step, timestep, tensors):
 
 @pytest.mark.parametrize("breaks", ["in the loop", "while a network goes", "while a network comes"])
 @pytest.mark.slow_cases(but=["while a network comes"])
-def test_a_call_that_is_interrupted_loses_no_weight_and_the_next_one_works(breaks, clean, monkeypatch):
+def test_a_call_that_is_interrupted_loses_no_weight_and_the_next_one_works(breaks, want, clean, monkeypatch):
     pipe = port(build())
-    want = frames(pipe)
     pipe.enable_model_cpu_offload()
     with monkeypatch.context() as patch:
         if breaks != "in the loop":
@@ -210,53 +216,60 @@ def test_unknown_networks_stay_during_a_call_and_loras_caches_copies_and_casts_m
         watched.clear()
 
 
-def test_a_pipeline_with_diffusers_own_hooks_means_the_same(clean, tmp_path):
-    want = frames(port(build()))
-    for take in (
-        lambda pipe: pipe.enable_model_cpu_offload(device="cpu"),
-        lambda pipe: pipe.enable_sequential_cpu_offload(device="cuda"),
-        lambda pipe: pipe.enable_group_offload(torch.device("cpu"), offload_type="leaf_level"),
-        lambda pipe: pipe.enable_group_offload(
-            torch.device("cpu"), offload_type="leaf_level", offload_to_disk_path=str(tmp_path)
-        ),
-        lambda pipe: accelerate.cpu_offload(pipe.text_encoder, torch.device("cpu")),
-    ):
-        pipe = runtime.without_torchax(build)
-        runtime.without_torchax(take, pipe)
-        runtime.enable()  # accelerate cannot put weights back with torchax on
-        port(pipe)
-        assert on_devices(pipe) == set()
-        assert torch.equal(frames(pipe), want)
-        assert on_devices(pipe) == set()
+OWN_HOOKS = {
+    "model": lambda pipe, _: pipe.enable_model_cpu_offload(device="cpu"),
+    "sequential": lambda pipe, _: pipe.enable_sequential_cpu_offload(device="cuda"),
+    "group": lambda pipe, _: pipe.enable_group_offload(torch.device("cpu"), offload_type="leaf_level"),
+    "group, on disk": lambda pipe, path: pipe.enable_group_offload(
+        torch.device("cpu"), offload_type="leaf_level", offload_to_disk_path=str(path)
+    ),
+    "one network": lambda pipe, _: accelerate.cpu_offload(pipe.text_encoder, torch.device("cpu")),
+}
+
+
+@pytest.mark.parametrize("take", OWN_HOOKS.values(), ids=OWN_HOOKS)
+@pytest.mark.slow_cases("group", "sequential")  # whose hooks are those of "group, on disk" and "one network"
+def test_a_pipeline_with_diffusers_own_hooks_means_the_same(take, want, tmp_path):
+    pipe = runtime.without_torchax(build)
+    runtime.without_torchax(take, pipe, tmp_path)
+    runtime.enable()  # accelerate cannot put weights back with torchax on
+    port(pipe)
+    assert on_devices(pipe) == set()
+    assert torch.equal(frames(pipe), want)
+    assert on_devices(pipe) == set()
 
 
 @pytest.mark.parametrize("has_pinned_memory", [True, False])
-def test_load_pipeline_offloads_if_asked_or_if_weights_do_not_fit(
-    has_pinned_memory, tmp_path, monkeypatch, caplog
-):
-    build().save_pretrained(tmp_path)
-    want = frames(load_pipeline(tmp_path, dtype=torch.float32))
+def test_load_pipeline_offloads_if_asked(has_pinned_memory, want, saved, monkeypatch, caplog):
     if not has_pinned_memory:
         monkeypatch.setattr(offload, "HOST_MEMORY", "no such memory")
-    pipe = load_pipeline(tmp_path, dtype=torch.float32, offload=True)
+    pipe = load_pipeline(saved(), dtype=torch.float32, offload=True)
     assert not caplog.records
     kinds = {type(array) for name in NETWORKS for array in arrays(pipe, name)}
     assert (np.ndarray in kinds) != has_pinned_memory
-    for load in (lambda: pipe, lambda: load_pipeline(tmp_path, dtype=torch.float32), lambda: port(build())):
-        made = load()
-        assert on_devices(made) == set()
-        assert torch.equal(frames(made), want)
-        monkeypatch.setattr(sharding, "memory_of", lambda mesh: 1_040_000)
+    assert on_devices(pipe) == set()
+    assert torch.equal(frames(pipe), want)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda path: load_pipeline(path, dtype=torch.float32), lambda _: port(build())]
+)
+def test_weights_that_do_not_fit_wait_on_the_host(make, want, saved, monkeypatch, caplog):
+    assert on_devices(make(saved())) == {*NETWORKS}
+    assert not caplog.records
+    monkeypatch.setattr(sharding, "memory_of", lambda mesh: 1_040_000)
+    pipe = make(saved())
+    assert on_devices(pipe) == set()
+    assert torch.equal(frames(pipe), want)
     words = "0.00 GiB of weights for 0.00 GiB of a device: they wait on the host between uses"
-    warned = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert [record.getMessage().startswith(words) for record in warned] == [True, True]
+    (warned,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert warned.startswith(words)
 
 
-def test_weights_in_eight_bits_wait_on_the_host_with_their_scales(tmp_path):
-    build().save_pretrained(tmp_path)
-    want = frames(port(build(), weights="int8"))
-    loaded = load_pipeline(tmp_path, dtype=torch.float32, weights="int8", offload=True)
+def test_weights_in_eight_bits_wait_on_the_host_with_their_scales(saved):
     moved = port(build(), weights="int8")
+    want = frames(moved)
+    loaded = load_pipeline(saved(), dtype=torch.float32, weights="int8", offload=True)
     moved.enable_model_cpu_offload()
     for pipe in (loaded, moved):
         dtypes = {array.dtype.name for array in arrays(pipe, "transformer")}
