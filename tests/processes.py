@@ -6,6 +6,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+USERS = {
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
+    "--xla_cpu_collective_call_terminate_timeout_seconds=900",
+    "COGVIDEOX_TORCHAX_COMPILE_CACHE": "off",
+}
+"""Variables of a process that compiles as users' do, and not as tests/conftest.py asks."""
 
 
 def run_python(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:

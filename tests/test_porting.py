@@ -10,7 +10,7 @@ import cogvideox_torchax
 from cogvideox_torchax import AutoencoderKLCogVideoX, port
 from cogvideox_torchax.runtime import without_torchax
 from cogvideox_torchax.vae.torchax.modules import PORTED
-from tests.processes import run_python
+from tests.processes import USERS, run_python
 
 
 def test_every_hot_module_is_swapped_and_nothing_else_changes(small_vae):
@@ -83,17 +83,32 @@ assert "flax" not in sys.modules
 from cogvideox_torchax import port; import cogvideox_torchax.porting
 assert all(getattr(c, name) for name in c.__all__) and c.port is port
 assert "torchax" not in sys.modules
+print("imported")
 """
+
+AS_USERS = """
+import copy, gc, torch
+gc.disable()  # a tenth of the time
+from tests import reference
+from tests.vae.conftest import decodes_as, shallow_latents, shallow_stock
+stock = shallow_stock()
+with torch.no_grad():
+    assert decodes_as(reference.on_jax(copy.deepcopy(stock)), stock, shallow_latents(5))
+"""
+"""Decode by two programs, one without a cache and one with it."""
 
 
 @pytest.fixture(scope="module")
 def ended():
-    """Return a process that has imported the package, run commands, and asked for every public name."""
-    return run_python(ALONE)
+    """Return a process that has imported the package, run commands, asked for every public name, and decoded.
+
+    It has a process of its own also since XLA reads its flags once.
+    """
+    return run_python(ALONE + AS_USERS, **USERS)
 
 
 def test_public_names_are_lazy_and_complete_and_nothing_but_the_port_needs_torchax(ended):
-    assert ended.returncode == 0, ended.stderr
+    assert "imported" in ended.stdout, ended.stderr
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = cogvideox_torchax.nothing
 
@@ -104,3 +119,7 @@ def test_no_warning_of_another_package_is_shown_and_no_bar_where_quiet(ended):
     shown, quiet = ended.stderr.split("cogvideox-torchax encode: ")[1:]
     assert "Loading pipeline components" in shown
     assert "Loading pipeline components" not in quiet
+
+
+def test_the_contract_holds_as_users_run_it(ended):
+    assert ended.returncode == 0, ended.stderr

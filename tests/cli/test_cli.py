@@ -30,8 +30,8 @@ from cogvideox_torchax.runtime import COMPILE_CACHE_VARIABLE, clock, environment
 from cogvideox_torchax.vae import directions
 from cogvideox_torchax.vae.tolerances import psnr
 from tests import reference
-from tests.conftest import torchax_disabled
 from tests.files.test_video import TIMES, encode, heard, moving_frames, read_all, with_sound, write
+from tests.fixtures import torchax_disabled
 from tests.processes import run_python
 
 pytestmark = pytest.mark.usefixtures("torchax_off", "in_an_empty_directory")

@@ -9,8 +9,8 @@ import torch
 from cogvideox_torchax import cli
 from cogvideox_torchax.dataset import Clip, ClipConfig, EncodeClip, formats
 from tests import reference
-from tests.conftest import torchax_disabled
 from tests.files.test_video import moving_frames, write
+from tests.fixtures import torchax_disabled
 
 GOOD = ["a.mp4", "b.mp4", "sub/c.mp4", "sub/d.mp4", "z.mp4"]
 BAD = ["no_video.mp4", "sub/truncated.mp4"]

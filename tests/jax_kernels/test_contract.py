@@ -34,7 +34,7 @@ HOW = {"implementation", "split", "in_place", "tile"}
 """Arguments that say how an op runs or rounds, not what it computes: op and reference share all others."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """An op at one set of sizes.
 
@@ -316,11 +316,17 @@ def results(case, dtype, way, rounding=contextlib.nullcontext()):  # noqa: B008
     operands, arrays = drawn(case, dtype)
     with run_by(way) as how, rounding:
         found = case.op(*operands, **arrays, **case.options, **how)
-    rounded = case.on_a_tpu if way == "on a TPU" and dtype == jnp.bfloat16 else {}
-    plain = functools.partial(case.plain, **case.options, **rounded)
-    # In one program, to compile little; XLA would leave out roundings in between.
-    want = jax.jit(plain, compiler_options={"xla_allow_excess_precision": False})(*operands, **arrays)
+    want = wanted(case, dtype, bool(case.on_a_tpu) and way == "on a TPU" and dtype == jnp.bfloat16)
     return zip(*map(jax.tree.leaves, (found, want)), strict=True)
+
+
+@functools.cache
+def wanted(case, dtype, as_on_a_tpu=False):
+    """Return the reference's result, which every way of a case is compared with."""
+    operands, arrays = drawn(case, dtype)
+    plain = functools.partial(case.plain, **case.options, **(case.on_a_tpu if as_on_a_tpu else {}))
+    # In one program, to compile little; XLA would leave out roundings in between.
+    return jax.jit(plain, compiler_options={"xla_allow_excess_precision": False})(*operands, **arrays)
 
 
 @every_way
@@ -480,25 +486,30 @@ DIFFERENTIATED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "way"), DIFFERENTIATED)
-@pytest.mark.slow_cases("norm_conv3d, *-chosen")
-def test_its_derivatives_are_the_references(name, way):
-    case = CASES[name]
+def slopes(case, function, **how):
+    """Return the derivatives of a weighted sum of results."""
     operands, arrays = drawn(case, jnp.float32)
     # Not of angles, of which a pair has one, nor of where a kind of tokens begins.
     fixed = (None, int, *TABLES)
     floats = [place for place, shape in enumerate(case.shapes) if shape not in fixed]
 
-    def slopes(function, **how):
-        def loss(*operands):
-            found = function(*operands, **arrays, **case.options, **how)
-            return sum(jnp.vdot(part, jnp.cos(jnp.arange(part.size))) for part in jax.tree.leaves(found))
+    def loss(*operands):
+        found = function(*operands, **arrays, **case.options, **how)
+        return sum(jnp.vdot(part, jnp.cos(jnp.arange(part.size))) for part in jax.tree.leaves(found))
 
-        return jax.jit(jax.grad(loss, floats))(*operands)
+    return jax.jit(jax.grad(loss, floats))(*operands)
 
+
+wanted_slopes = functools.cache(lambda case: slopes(case, case.plain))
+
+
+@pytest.mark.parametrize(("name", "way"), DIFFERENTIATED)
+@pytest.mark.slow_cases("norm_conv3d, *-chosen")
+def test_its_derivatives_are_the_references(name, way):
+    case = CASES[name]
     with run_by(way) as how:
-        found = slopes(case.op, **how)
-    for got, want in zip(found, slopes(case.plain), strict=True):
+        found = slopes(case, case.op, **how)
+    for got, want in zip(found, wanted_slopes(case), strict=True):
         assert largest_error(got, want) < 2e-5
 
 
@@ -517,8 +528,8 @@ def test_shards_are_the_whole_and_their_padding_is_clear(name, way, padded):
     case, how = CASES[name], {} if way == "chosen" else {"implementation": way}
     operands, arrays = drawn(case, jnp.float32)
     run = on_mesh(functools.partial(case.op, **case.options, **how), 1, padded, 1, 4)
-    found, whole = run(*operands, **arrays), case.plain(*operands, **arrays, **case.options)
-    for got, want in zip(*map(jax.tree.leaves, (found, whole)), strict=True):
+    found = run(*operands, **arrays)
+    for got, want in zip(*map(jax.tree.leaves, (found, wanted(case, jnp.float32))), strict=True):
         real = want.shape[3]
         assert got.shape[3] == padded * real
         assert largest_error(got[:, :, :, :real], want) < 1e-5

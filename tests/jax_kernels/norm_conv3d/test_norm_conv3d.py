@@ -95,7 +95,7 @@ def given(shape, outputs, cell, cached, added):
 
 
 @pytest.mark.parametrize(("shape", "outputs", "cell", "cached", "added"), CASES.values(), ids=CASES)
-@pytest.mark.slow_cases(but=["a first frame", "two frames, blocks filled"])
+@pytest.mark.slow_cases(but=["two frames, blocks filled"])
 @pytest.mark.product_cases(
     *("eight frames, two chunks", "four frames, one tile to two", "a first frame to three channels"),
     *("the start of a video, eight frames", "a first frame of a plain norm"),

@@ -13,7 +13,7 @@ from cogvideox_torchax import runtime
 from cogvideox_torchax.vae import chunks
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
 from tests import reference
-from tests.conftest import BACKENDS, port_to_eight
+from tests.fixtures import BACKENDS, port_to_eight
 from tests.reference import beside, largest_error, run_decode, run_encode, tiled
 from tests.vae.conftest import check_bfloat16
 

@@ -17,7 +17,7 @@ from cogvideox_torchax import port, runtime
 from cogvideox_torchax.vae.nnx import weights
 from cogvideox_torchax.vae.tolerances import relative_error
 from tests import reference
-from tests.conftest import port_to_eight
+from tests.fixtures import port_to_eight
 
 RELATIVE = 1e-4
 """Error of a gradient in float32, relative to its largest value."""

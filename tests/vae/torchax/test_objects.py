@@ -21,7 +21,7 @@ from cogvideox_torchax import AutoencoderKLCogVideoX, make_mesh, port, runtime
 from cogvideox_torchax.runtime.models import PROGRAMS
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
 from tests import reference
-from tests.processes import ROOT, printed_by, run_python
+from tests.processes import ROOT, USERS, run_python
 from tests.vae.conftest import Z, decoded, decodes_as, shallow_latents, shallow_stock
 
 in_each_build = pytest.mark.parametrize("build", ["torchax", "flax"])
@@ -220,6 +220,7 @@ def test_a_forward_that_hides_a_modules_weights_is_refused(vae, stock):
 
 @in_each_build
 @pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.slow_cases("False-flax", "True-torchax")
 def test_loaded_weights_are_seen_without_compiling_again_and_another_dtype_is(build, assign, stock):
     vae, other = reference.built(build, stock), shallow_stock(seed=1)
     assert decodes_as(vae, stock)
@@ -265,6 +266,7 @@ def test_parts_that_take_turns_are_compiled_once_each(vae):
 
 @pytest.mark.usefixtures("torchax_off")
 @pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.slow_cases("True")
 def test_all_that_a_model_does_it_does_in_inference_mode_and_trains_afterwards(enabled, tmp_path):
     stock, x = shallow_stock().bfloat16().float(), reference.video(5, height=8, width=16)
     stock.save_pretrained(tmp_path)
@@ -310,30 +312,6 @@ def test_what_torch_compile_makes_of_it_is_neither_traced_nor_traced_for(vae):
     assert [len(kept) for kept in programs._kept.values()] == [1]
     assert runtime.on_jax(vae(runtime.to_jax(reference.video(1, height=16, width=16))).sample)
     assert copy.deepcopy(vae)._compiled_call_impl is pickled(vae)._compiled_call_impl is None
-
-
-USERS = {
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
-    "--xla_cpu_collective_call_terminate_timeout_seconds=900",
-    "COGVIDEOX_TORCHAX_COMPILE_CACHE": "off",
-}
-
-
-AS_USERS = """
-import copy, gc, torch
-gc.disable()  # a tenth of the time
-from tests import reference
-from tests.vae.conftest import decodes_as, shallow_latents, shallow_stock
-torch.set_grad_enabled(False)
-stock = shallow_stock()
-assert decodes_as(reference.on_jax(copy.deepcopy(stock)), stock, shallow_latents(5))
-"""
-"""Decode by two programs, one without a cache and one with it."""
-
-
-def test_the_contract_holds_as_users_run_it():
-    """In a process of its own: XLA reads its flags once."""
-    printed_by(AS_USERS, **USERS)
 
 
 @pytest.mark.slow

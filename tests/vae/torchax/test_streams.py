@@ -113,7 +113,7 @@ def test_a_stream_keeps_no_gradients_where_they_are_on(backend):
 
 
 @pytest.mark.parametrize("build", ["torch", "torchax", "flax"])
-@pytest.mark.slow_cases("flax")
+@pytest.mark.slow_cases(but=["torch"])
 def test_slicing_runs_one_video_at_a_time(shallow_vae, build):
     vae = port(copy.deepcopy(shallow_vae)) if build == "torch" else reference.built(build, shallow_vae)
     seen = []
