@@ -112,6 +112,7 @@ def test_one_video_is_split_over_dp_too():
 
 
 @pytest.mark.parametrize("split", ["one device", "2x4 context", "2x4 tensor"])
+@pytest.mark.slow_cases("2x4 tensor")
 def test_sixteen_bits_are_as_close_as_pytorchs_own(split):
     native = step(runtime.without_torchax(stock().to, torch.bfloat16))
     got = step(ported(split=split, dtype=torch.bfloat16))

@@ -142,6 +142,7 @@ HOSTILE = {
 @in_every_form
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("make", [make for make, _ in HOSTILE.values()], ids=HOSTILE)
+@pytest.mark.slow_cases("*-float32-*")
 def test_no_input_makes_it_wrong(make, dtype, form):
     q, k, v = (jnp.asarray(x, dtype) for x in make())
     got, want = interpreted(q, k, v, implementation=form), reference.attention(q, k, v)

@@ -59,6 +59,7 @@ def test_how_a_tpu_convolves_frames(frames, channels, outputs, height, name):
         (2, 2, 300, "cache", 0),  # patches are smaller than the kernel
     ],
 )
+@pytest.mark.slow_cases("9-16-6-zeros-*", "9-16-6-cache-*")
 def test_a_cpu_multiplies_less_and_has_the_derivatives_of_the_reference(
     frames, height, outputs, start, products, monkeypatch
 ):

@@ -360,7 +360,7 @@ def test_mosaic_compiles_it_in_place(topology, frames, beyond, channels, outputs
 
 
 @pytest.mark.parametrize(("frames", "channels"), [(1, 128), (1, 256), (8, 128)])
-@pytest.mark.slow_cases("1-*")
+@pytest.mark.slow
 def test_mosaic_compiles_the_start_of_a_video(frames, channels):
     height, width = 8, 192 // max(frames, 2)
     cells = [struct(1, height // 4, width * frames // 8, 8, channels, dtype=jnp.float32)] * 2

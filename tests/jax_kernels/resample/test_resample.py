@@ -43,7 +43,8 @@ CASES = {
 
 @pytest.mark.parametrize(("shape", "outputs", "expand_time"), CASES.values(), ids=CASES)
 @pytest.mark.slow_cases(
-    "*16 rows", "*12 rows", "*9 rows", "two videos*", "*left over", "eight frames, a ragged*"
+    *("*16 rows", "*12 rows", "*9 rows", "two videos*", "*left over", "eight frames, a ragged*"),
+    *("two frames", "four frames"),
 )
 def test_the_kernel_equals_doubling_and_a_convolution(shape, outputs, expand_time, interpreted):
     operands, frames = inputs(shape, outputs), shape[1]

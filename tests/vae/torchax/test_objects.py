@@ -33,7 +33,7 @@ def pickled(thing):
 
 @in_each_build
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-@pytest.mark.slow_cases("deepcopy-flax")
+@pytest.mark.slow_cases("deepcopy-flax", "pickled-torchax")
 def test_a_copy_has_weights_of_its_own(build, copied, stock):
     vae, other = reference.built(build, stock), shallow_stock(seed=1)
     made = copied(vae)
