@@ -22,7 +22,7 @@ from cogvideox_torchax.runtime import enable, is_enabled, without_torchax
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
 from tests import reference
 
-GROWTH = 5 * 2**29
+GROWTH = 2**31
 """Bytes that a test process may grow by before it forgets what it has compiled."""
 
 

@@ -179,10 +179,7 @@ def _by_xla(
     """Double pixels, convolve them by XLA, and double the results' frames if `expand_time`."""
     # Rows and columns of zeros on each side, which keep the doubled size.
     zero_rows, zero_columns = kernel.shape[0] // 2, kernel.shape[1] // 2
-    # Both ways to double pixels give the same result. On a TPU the tiles of several frames hold frames and
-    # channels, so that rows and columns are outer axes in memory, and doubling them there is faster.
-    tiles_hold_frames = target.on_tpu and x.shape[1] > 1
-    doubled = xla.double_pixels_as_outer_axes(x) if tiles_hold_frames else xla.double_pixels(x)
+    doubled = xla.double_pixels(x)
 
     def convolve(columns: Array, taps: Array, padding: tuple[int, int]) -> Array:
         """Convolve the shard's columns, or a neighbour's, with so many columns of zeros (left, right)."""

@@ -11,26 +11,12 @@ from jax_kernels.common.frames import (
     MOST_IN_PATCHES,
     conv_frames,
     conv_patches,
-    frames_first,
-    pixels_first,
     repeat_nearest,
 )
 
 
 def double_pixels(x: jax.Array) -> jax.Array:
     return repeat_nearest(x, {2: 2, 3: 2})
-
-
-def double_pixels_as_outer_axes(x: jax.Array) -> jax.Array:
-    """Double rows and columns by a product with ones, in the order (H, W, N, T, C)."""
-    # In this order a TPU's tiles hold T and C, and rows and columns are outer axes, which are easy to repeat.
-    # The first barrier hides from XLA that the factors are ones; the second keeps the reshape out of the
-    # product. XLA therefore computes one fused product, in 3.4 ms, instead of writing out a broadcast, in 9.1
-    # ms (estimates for a v6e and frames of 8 x 240 x 360 x 256, which are doubled).
-    h, w, n, t, c = pixels_first(x).shape  # here the axes are in this order; the result is N T H W C again
-    ones = jax.lax.optimization_barrier(jnp.ones((1, 2, 1, 2, 1, 1, 1), x.dtype))
-    doubled = jax.lax.optimization_barrier(pixels_first(x)[:, None, :, None] * ones)
-    return frames_first(doubled.reshape(2 * h, 2 * w, n, t, c))
 
 
 def convolved_sums(

@@ -202,6 +202,7 @@ wait_for_all()
 """
 
 
+@pytest.mark.slow
 def test_another_prompt_is_an_error_in_each_process_and_the_same_prompt_gives_the_same(
     tmp_path, in_an_empty_directory
 ):
