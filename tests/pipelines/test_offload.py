@@ -64,7 +64,6 @@ def clean():
     OTHERS.update((id(array), array) for array in jax.live_arrays())
     yield
     OTHERS.clear()
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
