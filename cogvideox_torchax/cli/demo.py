@@ -131,7 +131,7 @@ def _from_prompt(args: argparse.Namespace, output: Path) -> tuple[dict[str, Any]
 
     common.hint_at_words(args.prompt)
     dtype = common.parse_dtype(args.dtype)
-    pipe = runtime.without_torchax(CogVideoXPipeline.from_pretrained, common.TINY_PIPELINE, dtype=dtype)
+    pipe = CogVideoXPipeline.from_pretrained(common.TINY_PIPELINE, dtype=dtype)
     length, clock, videos = pipe.transformer.config.max_text_seq_length, CompileClock(), []  # of [0, 1]
     for name in ("PyTorch", "torchax"):
         if name == "torchax":

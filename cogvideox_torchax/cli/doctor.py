@@ -6,7 +6,7 @@ from typing import Any
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.cli import common, options
-from cogvideox_torchax.runtime.environment import import_torchax
+from cogvideox_torchax.runtime.device import import_torchax
 from cogvideox_torchax.versions import installed, untested
 
 CORE = ("torch", "torchax", "jax", "jaxlib", "diffusers", "safetensors", "huggingface_hub", "numpy", "tqdm")

@@ -30,7 +30,7 @@ from cogvideox_torchax.pipelines.description import (
     RequestError,
     check_size,
 )
-from cogvideox_torchax.runtime import to_torch, without_torchax
+from cogvideox_torchax.runtime import to_torch
 from cogvideox_torchax.vae import memory
 
 
@@ -99,7 +99,7 @@ def _tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     # torchax is off while files are loaded: with it on, some of the `from_pretrained` methods fail.
-    return without_torchax(AutoTokenizer.from_pretrained, path)
+    return AutoTokenizer.from_pretrained(path)
 
 
 @contextlib.contextmanager

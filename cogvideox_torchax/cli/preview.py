@@ -82,7 +82,7 @@ def preview_writer(vae: Any, path: str | Path, say: Callable[[str], None]) -> Ca
     """
     from PIL import Image
 
-    weights, explained = runtime.without_torchax(fit, runtime.host_skeleton(vae))
+    weights, explained = fit(runtime.host_skeleton(vae))
     say(f"preview: a linear map of latents that explains {explained:.0%} of colors")
 
     def show(latents: torch.Tensor) -> None:

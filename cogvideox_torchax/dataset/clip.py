@@ -552,7 +552,7 @@ def model_sha256(vae: Any) -> str:
     digest = hashlib.sha256(json.dumps(shaping_fields, sort_keys=True).encode())
     for name, weight in sorted(vae.state_dict().items()):
         # With torchax on, torch's methods would turn plain tensors into JAX's arrays.
-        array = runtime.without_torchax(lambda tensor: runtime.host_array(runtime.to_torch(tensor)), weight)
+        array = (lambda tensor: runtime.host_array(runtime.to_torch(tensor)))(weight)
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()

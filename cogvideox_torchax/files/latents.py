@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load as deserialized
 
 from cogvideox_torchax.files import reports, tensors, video
-from cogvideox_torchax.runtime import without_torchax
 
 KEY, FORMAT = "cogvideox-torchax", 2
 """The key of a file's metadata that holds the JSON object, and the version of its fields."""
@@ -172,7 +171,7 @@ def about(path: Path) -> dict[str, Any]:
 def loads(data: bytes, name: str | Path) -> Latents:
     """Return the latents of a latent file from its bytes; errors call the file `name`."""
     with tensors.readable(name, LatentsError):
-        file_tensors = without_torchax(deserialized, data)  # safetensors cannot load while torchax is on
+        file_tensors = deserialized(data)  # safetensors cannot load while torchax is on
     # The file begins with the length of its JSON header, in eight bytes; `deserialized` drops the metadata.
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return from_fields(name, _parsed(name, header.get("__metadata__", {})), file_tensors)

@@ -233,7 +233,7 @@ class PatchEmbed(CogVideoXPatchEmbed):
         last_key, table = _TABLES.get(self, (None, None))
         if last_key != key:
             # Computed without torchax, as JAX has no float64 by default.
-            table = runtime.to_jax(runtime.without_torchax(upstream.positions, self, *size))
+            table = runtime.to_jax(upstream.positions(self, *size))
             _TABLES[self] = key, table
         return table
 

@@ -169,10 +169,8 @@ def load_pipeline(
     for part, network in networks.items():
         _load_weights(network, directory / part, part, dtypes[part], variants.get(part))
     # `dtype_option` is the name of the argument for the dtype, which depends on diffusers' version.
-    pipe = runtime.without_torchax(
-        loaded_class.from_pretrained,
-        directory,
-        **{upstream.dtype_option(): dtypes, "variant": variant, **diffusers_options, **networks},
+    pipe = loaded_class.from_pretrained(
+        directory, **{upstream.dtype_option(): dtypes, "variant": variant, **diffusers_options, **networks}
     )
     port_pipeline(pipe, mesh, parallel, weights, offload=offload)
     return pipe
@@ -241,9 +239,9 @@ def _network_without_weights(
     weights: Weights | None,
 ) -> Any:
     """Return the network `part`, ported, for the mesh, without its weights."""
-    network = port_network(runtime.without_torchax(_on_meta, directory, part, dtype)).eval()
+    network = port_network(_on_meta(directory, part, dtype)).eval()
     if weights:  # first: the bytes of the weights decide how they use the mesh
-        runtime.without_torchax(quantize, network, weights)
+        quantize(network, weights)
     if mesh is not None:
         network.place_on(mesh, parallel)
     return network

@@ -57,7 +57,7 @@ def build(make: Callable[[], Any], dtype: torch.dtype, device: str) -> Any:
             # Not the network's own `to`: diffusers overrides it with one that warns at every cast.
             return torch.nn.Module.to(make(), dtype).eval()
 
-    return runtime.without_torchax(make_network)
+    return make_network()
 
 
 @dataclass(frozen=True)

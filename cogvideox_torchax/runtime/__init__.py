@@ -18,9 +18,9 @@ if TYPE_CHECKING:
         to_jax,
         to_torch,
     )
-    from cogvideox_torchax.runtime.calls import method_program, mixing, run_method, warn_once
+    from cogvideox_torchax.runtime.calls import method_program, run_method, warn_once
     from cogvideox_torchax.runtime.compile_cache import COMPILE_CACHE_VARIABLE, configure_compile_cache
-    from cogvideox_torchax.runtime.environment import active, enable, is_enabled, on_meta, without_torchax
+    from cogvideox_torchax.runtime.device import CudaIsJAX, on_meta, tracing
     from cogvideox_torchax.runtime.forks import check_not_forked
     from cogvideox_torchax.runtime.gradients import (
         differentiable,
@@ -72,11 +72,11 @@ __all__ = [
     "COMPILE_CACHE_VARIABLE",
     "NO_GRADIENT",
     "ArrayProgram",
+    "CudaIsJAX",
     "Place",
     "Program",
     "Programs",
     "TorchTPUProgram",
-    "active",
     "all_finite",
     "array_of",
     "as_array",
@@ -88,7 +88,6 @@ __all__ = [
     "differentiable",
     "differentiated",
     "dtype_name",
-    "enable",
     "feed_weights",
     "fetch_async",
     "first_nonfinite",
@@ -98,7 +97,6 @@ __all__ = [
     "host_array",
     "host_peak_bytes",
     "host_skeleton",
-    "is_enabled",
     "is_in_host_memory",
     "is_jax_device",
     "is_movable",
@@ -108,7 +106,6 @@ __all__ = [
     "largest",
     "largest_of",
     "method_program",
-    "mixing",
     "named_tensors",
     "of_several_processes",
     "on_accelerator",
@@ -128,11 +125,11 @@ __all__ = [
     "to_jax",
     "to_torch",
     "torch_view",
+    "tracing",
     "wants_gradient",
     "warn_once",
     "without_gradient",
     "without_jax_checks",
-    "without_torchax",
 ]
 
 _MODULES = {
@@ -153,7 +150,6 @@ _MODULES = {
     ),
     "calls": (
         "method_program",
-        "mixing",
         "run_method",
         "warn_once",
     ),
@@ -161,12 +157,10 @@ _MODULES = {
         "COMPILE_CACHE_VARIABLE",
         "configure_compile_cache",
     ),
-    "environment": (
-        "active",
-        "enable",
-        "is_enabled",
+    "device": (
+        "CudaIsJAX",
         "on_meta",
-        "without_torchax",
+        "tracing",
     ),
     "forks": ("check_not_forked",),
     "gradients": (

@@ -233,7 +233,7 @@ class Training:
         Raises:
             ValueError: a checkpoint of a run with other options.
         """
-        checkpoint = runtime.without_torchax(torch.load, path)
+        checkpoint = torch.load(path)
         for name, value in options(self.args).items():
             was = checkpoint["options"][name]
             if resolved(was) != resolved(value):

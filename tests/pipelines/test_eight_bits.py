@@ -29,7 +29,7 @@ from cogvideox_torchax.files.models import ModelError
 from cogvideox_torchax.pipelines.layers import Linear
 from cogvideox_torchax.pipelines.sharding import weight_spec
 from cogvideox_torchax.pipelines.transformer import step_tensors
-from cogvideox_torchax.runtime.environment import import_torchax
+from cogvideox_torchax.runtime.device import import_torchax
 from cogvideox_torchax.runtime.stock import change_in
 from cogvideox_torchax.vae.tolerances import rms_error
 from tests import small_pipelines
@@ -76,8 +76,8 @@ def error_of(got, want):
 
 
 def ported(transformer=None, text_encoder=None, weights: Any = "int8", **options):
-    pipe = runtime.without_torchax(
-        small_pipelines.build, transformer=transformer or stock(), text_encoder=text_encoder, tokenizer=None
+    pipe = small_pipelines.build(
+        transformer=transformer or stock(), text_encoder=text_encoder, tokenizer=None
     )
     return port(pipe, weights=weights, **options)
 
@@ -111,16 +111,16 @@ def test_a_step_in_int8_is_that_of_the_rounded_weights(weights, split, version):
 
 @pytest.mark.parametrize("weights", ["int8", "int8-dynamic"])
 def test_a_prompt_in_int8_is_that_of_the_rounded_weights(weights):
-    make = lambda: runtime.without_torchax(small_pipelines.text_encoder)  # noqa: E731
+    make = lambda: small_pipelines.text_encoder()  # noqa: E731
     ids, model = torch.tensor([[3, 4, 5, 1]]), ported(text_encoder=make(), weights=weights).text_encoder
-    want = runtime.without_torchax(lambda: rounded(make())(ids)[0])
+    want = (lambda: rounded(make())(ids)[0])()
     assert largest_error(runtime.to_torch(model(runtime.to_jax(ids))[0]), want) < 1e-4
     assert {name for name, w in model.named_parameters() if w.dtype == torch.int8} == matrices(make())
 
 
 def test_the_files_weights_become_int8_while_they_are_loaded(tmp_path):
-    pipe = runtime.without_torchax(small_pipelines.one_layer)
-    runtime.without_torchax(pipe.save_pretrained, tmp_path)
+    pipe = small_pipelines.one_layer()
+    pipe.save_pretrained(tmp_path)
     options: dict[str, Any] = {
         "weights": "int8-dynamic",
         "dtype": torch.bfloat16,
@@ -133,7 +133,7 @@ def test_the_files_weights_become_int8_while_they_are_loaded(tmp_path):
     )
     assert any(getattr(layer, "dynamic", False) for layer in loaded.transformer.modules())
     for part in ("transformer", "text_encoder"):
-        got, want = (runtime.without_torchax(getattr(each, part).state_dict) for each in (loaded, wanted))
+        got, want = (getattr(each, part).state_dict() for each in (loaded, wanted))
         assert got.keys() == want.keys()
         for name, weight in want.items():
             assert torch.equal(runtime.to_torch(got[name]), runtime.to_torch(weight)), name
@@ -152,10 +152,9 @@ def test_a_model_in_int8_moves_casts_and_takes_a_lora_with_its_scales_exact(weig
     assert model.dtype == torch.bfloat16
     assert all(torch.equal(runtime.to_torch(model.get_buffer(name)), scales[name]) for name in scales)
     model, wanted = ported(weights=weights).transformer, rounded(stock(), weights)
-    with runtime.active():
-        with_lora("to_q", "to_v")(model)
+    with_lora("to_q", "to_v")(model)
     model.place()
-    runtime.without_torchax(with_lora("to_q", "to_v"), wanted)
+    with_lora("to_q", "to_v")(wanted)
     assert change_in(model) is None
     assert error(step(model), step(wanted)) < 1e-4
 
@@ -174,7 +173,7 @@ def test_in_pytorch_the_gradient_of_rounded_tokens_is_that_of_whole_ones():
 
 def test_bfloat16s_error_of_a_step_grows_by_a_tenth_at_most_in_int8():
     exact = step(stock())
-    in_bfloat16 = runtime.without_torchax(stock().to, torch.bfloat16)
+    in_bfloat16 = stock().to(torch.bfloat16)
     limit = 1.1 * rms_error(step(in_bfloat16).float(), exact)
     pipe = ported(in_bfloat16)
     int8 = step(pipe.transformer).float()
@@ -213,7 +212,7 @@ def test_what_int8_cannot_do_is_refused_in_one_line(pipe, tmp_path, call, words)
 
 
 def test_an_object_without_a_network_for_int8_is_refused():
-    pipe = runtime.without_torchax(small_pipelines.build, transformer=None, text_encoder=None, tokenizer=None)
+    pipe = small_pipelines.build(transformer=None, text_encoder=None, tokenizer=None)
     with pytest.raises(ValueError, match="which has neither of the networks"):
         port(pipe, weights="int8")
 
@@ -274,7 +273,7 @@ FORMS = {
 
 def loaded(form, part, tmp_path):
     make = stock if part == "transformer" else lambda: small_pipelines.text_encoder(num_layers=1)
-    return runtime.without_torchax(lambda: FORMS[form][0](make(), tmp_path).eval())
+    return (lambda: FORMS[form][0](make(), tmp_path).eval())()
 
 
 def in_bits(model):
@@ -292,9 +291,7 @@ def of_dtype(model, dtype):
 
 
 def pipeline_of(**parts):
-    return runtime.without_torchax(
-        small_pipelines.build, **{"transformer": None, "text_encoder": None, "tokenizer": None, **parts}
-    )
+    return small_pipelines.build(**{"transformer": None, "text_encoder": None, "tokenizer": None, **parts})
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -330,7 +327,7 @@ class Negated(torch.nn.Linear):
 def test_a_layer_of_the_users_stays_so_when_its_weights_are_cast(tmp_path):
     model = stock()
     model.transformer_blocks[0].attn1.to_q.__class__ = Negated
-    model = runtime.without_torchax(cast, model, tmp_path)
+    model = cast(model, tmp_path)
     want = step(model)
     assert largest_error(step(port(pipeline_of(transformer=model)).transformer), want) < 1e-4
 
@@ -339,7 +336,7 @@ def test_a_layer_of_the_users_stays_so_when_its_weights_are_cast(tmp_path):
 def test_a_prompt_with_the_bits_of_another_library_is_that_of_its_model(form, tmp_path):
     model = loaded(form, "text_encoder", tmp_path)
     ids, names = torch.tensor([[3, 4, 5, 1]]), in_bits(model)
-    want = runtime.without_torchax(lambda: model(ids)[0])
+    want = (lambda: model(ids)[0])()
     model = port(pipeline_of(text_encoder=model)).text_encoder
     assert largest_error(runtime.to_torch(model(runtime.to_jax(ids))[0]), want) < 1e-4
     assert of_dtype(model, FORMS[form][1]) == names != set()
@@ -356,7 +353,7 @@ def test_the_bits_of_another_library_are_split_over_a_mesh_and_take_a_lora(form,
     steps = [FORMS[form][0], lambda model, _path: with_lora("to_q", "to_out.0")(model) or model]
     # PEFT gives a LoRA the dtype of its layer, which PyTorch cannot multiply in float8.
     for change in reversed(steps) if form == "layerwise casting" else steps:
-        model = runtime.without_torchax(change, model, tmp_path)
+        model = change(model, tmp_path)
     want = step(model)
     model = port(pipeline_of(transformer=model), mesh=mesh, parallel=kind).transformer
     if kind == "context":  # with weights that are gathered
@@ -384,7 +381,7 @@ WITHOUT_FORM = {
 
 @pytest.mark.parametrize(("make", "kind"), WITHOUT_FORM.values(), ids=WITHOUT_FORM)
 def test_weights_without_a_form_are_named_with_the_forms_that_there_are(make, kind):
-    pipe = pipeline_of(transformer=runtime.without_torchax(make))
+    pipe = pipeline_of(transformer=make())
     words = rf"^transformer\.\S+\.weight, {kind}, has no form on JAX: those .*Int8Weight.*GGUF.*layerwise"
     with pytest.raises(ValueError, match=words) as error:
         port(pipe)
@@ -406,6 +403,6 @@ def test_each_format_of_gguf_is_decoded_as_in_pytorch(form):
 
 def test_files_in_eight_bits_are_refused_by_their_name(tmp_path):
     pipe = pipeline_of(transformer=loaded("layerwise casting", "transformer", tmp_path))
-    runtime.without_torchax(pipe.save_pretrained, tmp_path)
+    pipe.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="safetensors has weights in F8_E4M3: load the model by its own"):
         load_pipeline(tmp_path)

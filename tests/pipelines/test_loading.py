@@ -18,8 +18,8 @@ from tests.pipelines.test_pipeline import latents
 def directory(tmp_path_factory):
     """Save a pipeline with learned positions, its networks in several files."""
     path = tmp_path_factory.mktemp("saved")
-    pipe = runtime.without_torchax(small_pipelines.build, "image", "5b-I2V")
-    runtime.without_torchax(pipe.save_pretrained, path, max_shard_size="30KB")
+    pipe = small_pipelines.build("image", "5b-I2V")
+    pipe.save_pretrained(path, max_shard_size="30KB")
     for part in ("transformer", "text_encoder"):
         assert len(list((path / part).glob("*.safetensors"))) > 1
     return path
@@ -28,7 +28,7 @@ def directory(tmp_path_factory):
 @pytest.fixture(scope="module")
 def wanted(directory):
     kind = small_pipelines.CLASSES["image"]
-    return port(runtime.without_torchax(kind.from_pretrained, directory, torch_dtype=torch.float32))
+    return port(kind.from_pretrained(directory, torch_dtype=torch.float32))
 
 
 def test_what_is_fed_is_what_diffusers_loads(directory, wanted):
@@ -68,10 +68,10 @@ ASKED = {
 def in_three_dtypes(tmp_path_factory):
     """Save a pipeline, each of whose networks has a dtype of its own."""
     path = tmp_path_factory.mktemp("in three dtypes")
-    pipe = runtime.without_torchax(small_pipelines.one_layer)
+    pipe = small_pipelines.one_layer()
     pipe.text_encoder.bfloat16()
     pipe.vae.half()
-    runtime.without_torchax(pipe.save_pretrained, path)
+    pipe.save_pretrained(path)
     return path
 
 
@@ -90,15 +90,13 @@ def test_a_part_without_the_variant_is_loaded_without_it(
     in_three_dtypes, tmp_path, with_variant, max_shard_size
 ):
     path = shutil.copytree(in_three_dtypes, tmp_path / "mixed")
-    pipe = runtime.without_torchax(small_pipelines.CLASSES["text"].from_pretrained, path)
+    pipe = small_pipelines.CLASSES["text"].from_pretrained(path)
     for part in ("transformer", "text_encoder", "vae"):
         for file in (path / part).glob("*.safetensors"):
             file.unlink()
         network = getattr(pipe, part).to(torch.float16 if part == with_variant else torch.bfloat16)
         variant = "fp16" if part == with_variant else None
-        runtime.without_torchax(
-            network.save_pretrained, path / part, variant=variant, max_shard_size=max_shard_size
-        )
+        network.save_pretrained(path / part, variant=variant, max_shard_size=max_shard_size)
     loaded = load_pipeline(path, variant="fp16", dtype="auto")
     for part in ("transformer", "text_encoder", "vae"):
         assert getattr(loaded, part).dtype == (torch.float16 if part == with_variant else torch.bfloat16)

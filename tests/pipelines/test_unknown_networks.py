@@ -108,9 +108,8 @@ def test_weights_are_arguments_and_modules_select_the_program_of_which_those_ask
         return y * 0
 
     first = call_scaled(scaled)["x"]
-    with runtime.active():
-        scaled.linear.weight.mul_(2)
-        scaled.linear.bias.mul_(2)
+    scaled.linear.weight.mul_(2)
+    scaled.linear.bias.mul_(2)
     assert torch.allclose(call_scaled(scaled)["x"], (first - 2) * 2 + 2, atol=1e-4)
     assert len(Scaled.traces) == 1
     with scaled.linear.register_forward_hook(zeroed):
@@ -339,7 +338,7 @@ def test_random_numbers_of_a_network_differ_between_calls_and_follow_the_seed(ca
 @pytest.mark.parametrize("trained", [True, False])
 def test_gradients_of_weights_and_through_frozen_ones_are_refused_in_words(trained):
     model = ported_network(functools.partial(Made, lambda m, x: m.linear(x))).requires_grad_(trained)
-    with torch.enable_grad(), runtime.active():
+    with torch.enable_grad():
         x = runtime.to_jax(X).requires_grad_()
         with pytest.raises(ValueError, match="on JAX the transformer has no gradients"):
             (model(x).sum() + x.sum()).backward()
