@@ -24,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
@@ -138,7 +139,7 @@ OF_UNKNOWN_SIZE = (
     *("arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace", "logspace", "randperm"),
     *("randperm.generator", "range", "range.step", "tril_indices", "triu_indices"),
 )
-"""The factories that PyTorch would make by resizing an empty tensor, of which a wrapper has the size for good."""
+"""The factories that PyTorch makes by resizing an empty tensor, whose size a wrapper of torchax's keeps."""
 
 
 def _empty(size: Any, dtype: Any = None, *_: Any, memory_format: Any = None, **__: Any) -> Any:
@@ -179,7 +180,7 @@ def _zeros(size: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _outside_inference(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function to run without inference mode, in which PyTorch makes no operators of a function."""
+    """Decorate a function to run without inference mode, in which PyTorch makes no operators of functions."""
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
@@ -203,15 +204,13 @@ def _operate(_kind: Any, func: Any, types: Any, args: Any = (), kwargs: Any = No
 
 @_outside_inference
 def _call(_kind: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Run a function of torch's: as one operation of torchax's, or else PyTorch makes operators of it."""
+    """Run a function of torch's: PyTorch makes operators of it, which have gradients."""
     options = kwargs or {}
     environment = import_torchax().default_env()
     with torch._C.DisableTorchFunctionSubclass():
         if func is torch.Tensor.to and on_jax(args[0]) and views.is_there(*args, **options):
             return args[0]
-        if func in _INSTEAD or func is torch.Tensor.contiguous:
-            return environment.dispatch(func, types, args, options)
-        if func in environment._ops and _is_one_operation(func, args, options):
+        if func in _INSTEAD or (func in _WHOLE and _runs_whole(args, options)):
             with contextlib.suppress(import_torchax().tensor.OperatorNotFound):
                 return environment.dispatch(func, types, args, options)
         # In the mode, torchax also makes the tensors that PyTorch makes on the way, such as those of numbers.
@@ -219,34 +218,31 @@ def _call(_kind: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None)
             return func(*args, **options)
 
 
-def _is_one_operation(func: Any, args: Any, options: Any) -> bool:
-    """Return whether torchax's own form of a function is the better one: it has no gradients."""
-    if func in _constructors() or isinstance(func, torch._ops.OpOverload):
-        return False
-    if func is torch.Tensor.__getitem__ and not (on_jax(args[0]) and vars(args[0]).get(KNOWN) is None):
-        return False
-    return not torch.is_grad_enabled() or not any(
-        tensor.requires_grad for tensor in _tensors_in(args, options)
-    )
+_WHOLE = (F.scaled_dot_product_attention, F.one_hot, torch.Tensor.__getitem__)
+"""The functions that run as one operation of torchax's where no gradients are recorded."""
+
+
+def _runs_whole(args: Any, options: Any) -> bool:
+    tensors = _tensors_in(args, options)
+    is_there = on_jax(tensors[0]) and KNOWN not in vars(tensors[0])
+    return is_there and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
 
 
 def _tensor(data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Any:
     return data.detach().clone().to(device, dtype or data.dtype).requires_grad_(requires_grad)
 
 
+def _new_tensor(like: Any, data: Any, *, dtype: Any = None, device: Any = "jax", **options: Any) -> Any:
+    return torch.tensor(data, dtype=dtype or like.dtype, device=device, **options)
+
+
 _INSTEAD: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.contiguous: views.contiguous,
     torch.as_tensor: lambda data, dtype=None, device=None: data.to(device, dtype or data.dtype),
     torch.tensor: _tensor,
-    torch.Tensor.new_tensor: lambda like, data, *, dtype=None, device=None, requires_grad=False: torch.tensor(
-        data, dtype=dtype or like.dtype, device=device or "jax", requires_grad=requires_grad
-    ),
+    torch.Tensor.new_tensor: _new_tensor,
 }
-"""By a function that would make a tensor on the device of torchax's wrappers, "meta", what it does on JAX."""
-
-
-@functools.cache
-def _constructors() -> Any:
-    return import_torchax().tensor.TENSOR_CONSTRUCTORS
+"""What functions do on JAX that ask a wrapper of torchax's for its memory or its device, "meta"."""
 
 
 def _dispatch(torchax_dispatch: Callable[..., Any]) -> Callable[..., Any]:
@@ -261,15 +257,12 @@ def _dispatch(torchax_dispatch: Callable[..., Any]) -> Callable[..., Any]:
         if not any(map(on_jax, tensors)):
             return _without_jax_tensors(func, args, options, tensors, run)
         if not isinstance(func, torch._ops.OpOverload):
-            if func is torch.Tensor.contiguous:
-                return views.contiguous(*args, **options)
             if func in _INSTEAD:
                 return _INSTEAD[func](*args, **options)
-            if "out" in options:
-                raise import_torchax().tensor.OperatorNotFound(f"{func.__name__} with out")
             if func is not torch.Tensor.to and func in self._ops:
+                if "out" in options or not options.keys() <= _names_of(self._ops[func].func):  # PyTorch makes operators of it
+                    raise import_torchax().tensor.OperatorNotFound(f"{func.__name__} with {[*options]}")
                 args, options = _all_on_jax(args, options, tensors)
-                args, options = _by_position(func, self._ops[func].func, args, options)
             return views.as_in_torch(func, args, options, run(args, dict(options)))
         written = _written(func, args, options)
         if written and not on_jax(written[0]):
@@ -339,8 +332,7 @@ def _without_jax_tensors(func: Any, args: Any, options: Any, tensors: list[Any],
         with no_dispatch():
             return func(*args, **options)
     if func in DRAWS:
-        with upstream.torchax_off():
-            return func(*args, **options | {"device": "jax"})
+        return func(*args, **options | {"device": "jax"})
     result = run(args, dict(options))
     if on_jax(result):
         views.set_strides(result, result, **views.ordered(options))
@@ -476,31 +468,9 @@ def _all_on_jax(args: Any, options: Any, tensors: list[Any]) -> Any:
     return pytree.tree_map_only(torch.Tensor, on_jax_unless_scalar, (args, options))
 
 
-def _by_position(func: Any, implementation: Any, args: Any, options: Any) -> Any:
-    """Pass those arguments of a function by position that torchax knows by other names than torch.
-
-    Raises:
-        OperatorNotFound: torchax's form lacks an argument, so that PyTorch has to make operators of the call.
-    """
-    names, known, takes_all = _parameters(func, implementation)
-    args, options = [*args], dict(options)
-    for position, name in enumerate(names[len(args) :], len(args)):
-        name = "input" if position == 0 and "input" in options else name  # torch's lists may have another
-        if name not in options or name in known:
-            break
-        args.append(options.pop(name))
-    if not takes_all and (len(args) > len(known) or not options.keys() <= known.keys()):
-        raise import_torchax().tensor.OperatorNotFound(f"{func.__name__} has no form with {[*options]}")
-    return tuple(args), options
-
-
 @functools.cache
-def _parameters(func: Any, implementation: Any) -> tuple[list[str], dict[str, Any], bool]:
-    """Return the names of a function's parameters, those of its form here, and whether that takes any."""
-    stand_in = torch.overrides.get_testing_overrides().get(func)
-    known = dict(inspect.signature(implementation).parameters)
-    takes_all = any(each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL) for each in known.values())
-    return [*inspect.signature(stand_in).parameters] if stand_in else [], known, takes_all
+def _names_of(implementation: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(implementation).parameters)
 
 
 def _tensors_in(args: Any, options: Any) -> list[Any]:

@@ -62,6 +62,8 @@ def replace_functions(registry: Any) -> None:
         needs_env=False,
         is_view_op=False,
     )
+    one_hot = table[F.one_hot].func
+    table[F.one_hot].func = lambda input, num_classes=-1: one_hot(input, num_classes)  # torch's own names
     functions = {F.scaled_dot_product_attention: _attention(table[F.scaled_dot_product_attention].func)}
     for operator in (aten.mul.Tensor, aten.mul.Scalar, aten.div):
         functions[operator] = _scaled_in_float32(table[operator].func)
@@ -138,14 +140,22 @@ def _attention(torchax_attention: Callable[..., Any]) -> Callable[..., Any]:
     `torchax_attention` runs, torchax's own function, which takes and returns torchax's tensors.
     """
 
-    def call(q: Any, k: Any, v: Any, attn_mask: Any = None, *args: Any, **options: Any) -> Any:
-        # Plain attention is without dropout, causal mask and grouped heads: their options are 0 or False. A
-        # call that passes one of them by position (`args`) is left to torchax's function.
-        is_plain = not args and not any(value for name, value in options.items() if name != "scale")
-        if is_plain and _kernel_takes(q, k, v, attn_mask):
-            return _attend(q, k, v, attn_mask, options.get("scale"))
-        q, k, v, attn_mask = (None if x is None else _tensor_of(x) for x in (q, k, v, attn_mask))
-        return torchax_attention(q, k, v, attn_mask, *args, **options).jax()
+    def call(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        is_plain = not (dropout_p or is_causal or enable_gqa)
+        if is_plain and _kernel_takes(query, key, value, attn_mask):
+            return _attend(query, key, value, attn_mask, scale)
+        tensors = (None if x is None else _tensor_of(x) for x in (query, key, value, attn_mask))
+        options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        return torchax_attention(*tensors, **options).jax()
 
     return call
 
