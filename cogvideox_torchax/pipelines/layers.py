@@ -8,11 +8,13 @@ Axis letters: N videos, S positions of a sequence (text first, then patches), C 
 of a head.
 """
 
-import copy
+import contextlib
+import functools
 from collections.abc import Callable, MutableMapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0
 from diffusers.models.embeddings import CogVideoXPatchEmbed
@@ -21,6 +23,7 @@ from torch import nn
 import jax_kernels
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.runtime import on_accelerator, torch_view
+from cogvideox_torchax.runtime.calls import writes
 from cogvideox_torchax.runtime.stock import replaced_method, runs_kernel
 
 
@@ -38,15 +41,39 @@ class _InEightBits(torch.autograd.Function):
         return gradients[0]
 
 
+def _read_only(values: torch.Tensor) -> torch.Tensor:
+    """Return values that were written out, as a tensor that refuses writes, which would be lost."""
+    values.__class__ = _read_only_class(type(values))
+    return values
+
+
+@functools.cache
+def _read_only_class(kind: Any) -> type[torch.Tensor]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ValueError(
+            "got a write into values that are written out of bits (weights in eight bits, GGUF), which it "
+            "would not reach: set the layer's weight to another parameter, or merge before port"
+        )
+
+    def reduce(values: torch.Tensor, protocol: Any) -> Any:
+        return runtime.plain_tensor(np.array(runtime.as_array(values))).__reduce_ex__(protocol)
+
+    members = dict.fromkeys(filter(writes, dir(kind)), refuse)
+    data = property(lambda values: _read_only(values.detach()), refuse)
+    disabled = torch._C._disabled_torch_function_impl  # so that results are tensors of torch's own class
+    others = {"data": data, "__reduce_ex__": reduce, "__torch_function__": disabled}
+    return type(kind.__name__, (kind,), members | others)
+
+
 class Linear(nn.Linear):
     """A linear layer that is rounded once, after the bias is added (`jax_kernels.linear`).
 
     It may keep its weight in fewer bits (`hold`). The buffer `weight_scale`, if there is one, then has a
-    factor for each output channel. The parameter, and the state dict, have the bits, and the attribute
-    `weight` is the matrix that they stand for, without the factors.
+    factor for each output channel. The parameter, and the state dict, have the bits. Who reads the attribute
+    `weight` gets the values that they stand for, written out at each read: a write into them is refused.
 
     Attributes:
-        compute_dtype: the dtype in which `weight` is written out; None if it is the parameter itself.
+        compute_dtype: the dtype in which bits are written out; None if the weight has none.
         quant_type: GGUF's number for the format of a parameter that is bytes; None for one of numbers.
         dynamic: whether the input is rounded to int8 too, with a scale for each token; the weight is int8.
     """
@@ -66,11 +93,23 @@ class Linear(nn.Linear):
         """The factors (O) of the weight; None if it has none."""
         return self._buffers.get("weight_scale")
 
+    @property
+    def matrix(self) -> Any:
+        """The weight without its factors, as kernels take it: in int8, or in floats."""
+        weight: Any = self._parameters["weight"]
+        if self.compute_dtype is None or weight.dtype == torch.int8:
+            return weight
+        return self._written_out(weight)
+
+    def _written_out(self, bits: torch.Tensor) -> torch.Tensor:
+        values = bits if self.quant_type is None else upstream.from_gguf(bits, self.quant_type)
+        return values.to(self.compute_dtype)
+
     def hold(
         self,
         weight: torch.Tensor,
-        scale: torch.Tensor | None = None,
-        compute_dtype: torch.dtype | None = None,
+        scale: torch.Tensor | None,
+        compute_dtype: torch.dtype,
         quant_type: int | None = None,
     ) -> None:
         """Keep a weight (O, I) of any dtype, or GGUF's bytes (O, bytes), and its scale (O) in float32."""
@@ -82,9 +121,18 @@ class Linear(nn.Linear):
         value = super().__getattr__(name)
         if name != "weight" or self.compute_dtype is None:
             return value
-        if self.quant_type is not None:
-            value = upstream.from_gguf(value, self.quant_type)
-        return value.to(self.compute_dtype)
+        with runtime.active() if runtime.on_jax(value) else contextlib.nullcontext():
+            values = self._written_out(value)
+            if self.scale is not None:
+                values = (values.float() * self.scale[:, None]).to(self.compute_dtype)
+            return _read_only(values.detach())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and self.compute_dtype and value.dtype != self._parameters[name].dtype:
+            # It is no such bits, and has all of its values.
+            self.compute_dtype, self.quant_type, self.dynamic = None, None, False
+            self._buffers.pop("weight_scale", None)
+        super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         scale, tensors, dtype = self.scale, self._parameters, self.compute_dtype
@@ -103,18 +151,12 @@ class Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not runs_kernel(self, input):
-            if self.scale is None:
-                return super().forward(input)
-            written_out = copy.copy(self)  # the inherited method reads a weight of the input's dtype
-            weight = (self.weight.float() * self.scale[:, None]).to(input.dtype)
-            vars(written_out)["_parameters"] = {"weight": weight, "bias": self.bias}
-            written_out.compute_dtype = None
-            return nn.Linear.forward(written_out, _InEightBits.apply(input) if self.dynamic else input)
+            return super().forward(_InEightBits.apply(input) if self.dynamic else input)
         # If the product is a sum over devices, each device rounds its summand before the all-reduce. In
         # bfloat16 this halves the bytes that it sends.
         return torch_view(jax_kernels.linear)(
             input,
-            self.weight,
+            self.matrix,
             self.bias,
             scale=self.scale,
             dynamic=self.dynamic,

@@ -208,6 +208,11 @@ WRITING_METHODS = frozenset(
 """Special methods that write into their first argument."""
 
 
+def writes(name: str) -> bool:
+    """Return whether a method of a tensor writes into it, by its name: those of torch end in "_"."""
+    return (name.endswith("_") and not name.endswith("__")) or name in WRITING_METHODS
+
+
 TENSOR_METHODS = frozenset(
     method
     for kind in (torch.Tensor, *torch.Tensor.__bases__)
@@ -240,9 +245,7 @@ class MixedTensors(TorchFunctionMode):
                 return func(*args, **kwargs)
         if any(are_of_host) and any(map(on_jax, tensors)):
             name = getattr(func, "__name__", "")
-            # torch's methods that write into their tensor end in "_", such as `add_`.
-            writes = (name.endswith("_") and not name.endswith("__")) or name in WRITING_METHODS
-            if writes and not on_jax(tensors[0]):  # an operation writes into its first tensor
+            if writes(name) and not on_jax(tensors[0]):  # an operation writes into its first tensor
                 raise ValueError(
                     f"got {name}, which writes a tensor on JAX into one of the host: move that .to('jax')"
                 )
