@@ -118,7 +118,7 @@ class Linear(nn.Linear):
         self.compute_dtype, self.quant_type = compute_dtype, quant_type
 
     def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
+        value: Any = super().__getattr__(name)
         if name != "weight" or self.compute_dtype is None:
             return value
         with runtime.active() if runtime.on_jax(value) else contextlib.nullcontext():

@@ -112,6 +112,29 @@ def put_weights(module: nn.Module, place: Callable[[str, Any], Any] = on_default
     _replace(module, put)
 
 
+@without_jax_checks
+def tie_weights(network: Any) -> None:
+    """Tie a network's weights as its class does, as far as they were tied: if they are equal on JAX.
+
+    Moving them there by torch's own `to`, or by name, unties them. A weight on "meta", for which no file had a
+    tensor, becomes the one that it is to be tied to.
+    """
+    import jax.numpy as jnp
+
+    slots = [(owner, key, owner[key]) for _name, owner, key in _weight_slots(network)]
+    network.tie_weights()
+    for owner, key, old in slots:
+        new = owner[key]
+        if new is old or old.is_meta:
+            continue
+        if new.is_meta:  # the file has it under the other name
+            for tied_owner, tied_key, _old in slots:
+                if tied_owner[tied_key] is new:
+                    tied_owner[tied_key] = old
+        elif not (on_jax(old) and on_jax(new) and jnp.array_equal(array_of(old), array_of(new))):
+            owner[key] = old
+
+
 # In inference mode torch would make parameters that nobody can train, and that take no in-place change.
 @torch.inference_mode(False)
 def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
