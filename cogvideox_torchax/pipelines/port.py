@@ -329,7 +329,10 @@ def _decode_in_chunks(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
     # After the last step the arrays that a step cache keeps are freed, to leave memory for the decoder. A
     # callback may also decode between two steps, where the next step needs them: `_current_timestep` is set
     # there.
-    if pipe.transformer is not None and getattr(pipe, "_current_timestep", None) is None:
+    if (
+        hasattr(pipe.transformer, "_reset_stateful_cache")
+        and getattr(pipe, "_current_timestep", None) is None
+    ):
         pipe.transformer._reset_stateful_cache()
     # The pipelines call the VAE's scaling factor `vae_scaling_factor_image`, for videos too.
     z = 1 / pipe.vae_scaling_factor_image * latents.permute(0, 2, 1, 3, 4)
@@ -475,7 +478,12 @@ def _check_inputs(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: A
     """Check that whole patches make up the video's size, then the inputs as diffusers does (`inherited`)."""
     arguments = inspect.signature(inherited).bind(pipe, *args, **kwargs).arguments
     config = getattr(getattr(pipe, "transformer", None), "config", {})
-    if "patch_size" in config and arguments.get("height") and arguments.get("width"):
+    if (
+        isinstance(config, dict)
+        and "patch_size" in config
+        and arguments.get("height")
+        and arguments.get("width")
+    ):
         _check_size(pipe, arguments["height"], arguments["width"])
     inherited(pipe, *args, **kwargs)
 

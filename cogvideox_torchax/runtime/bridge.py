@@ -12,6 +12,7 @@ import torch
 from cogvideox_torchax.runtime.environment import import_torchax
 from cogvideox_torchax.runtime.host import TPU, host_array, on_host, on_jax, plain_tensor
 from cogvideox_torchax.runtime.user_checks import without_jax_checks
+from cogvideox_torchax.upstream import array_in
 
 
 def on_tpu(tensor: torch.Tensor) -> bool:
@@ -31,8 +32,9 @@ def is_on_jax(module: torch.nn.Module) -> bool:
 
 
 def array_of(tensor: torch.Tensor) -> Any:
-    """Return the `jax.Array` inside a torchax tensor."""
-    return import_torchax().interop.jax_view(tensor)
+    """Return the array inside a torchax tensor, which may wait in the host's memory, or be a NumPy array."""
+    array = array_in(tensor)  # None for a slice, which has only its parent's
+    return import_torchax().interop.jax_view(tensor) if array is None else array
 
 
 def tensor_of(array: Any) -> torch.Tensor:

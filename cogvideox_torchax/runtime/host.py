@@ -75,9 +75,11 @@ def host_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def on_host(array: Any) -> np.ndarray:
-    """Return a JAX array as a new NumPy array; if other processes hold parts of it, all must call this."""
-    if upstream.is_traced(array) or array.is_fully_addressable or array.is_fully_replicated:
-        return np.array(array)  # for a traced array this is JAX's error
+    """Return an array as a new NumPy array; if other processes hold parts of it, all must call this."""
+    # A NumPy array may be a weight that waits on the host. For a traced array `np.array` raises JAX's error.
+    is_numpy = isinstance(array, np.ndarray)
+    if is_numpy or upstream.is_traced(array) or array.is_fully_addressable or array.is_fully_replicated:
+        return np.array(array)
     from jax.experimental import multihost_utils
 
     return np.array(multihost_utils.process_allgather(array, tiled=True))

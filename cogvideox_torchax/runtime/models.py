@@ -116,6 +116,22 @@ class PortedModel(CopiesWithoutPrograms, nn.Module):
             without_torchax(replace_weights, self, to_torch)
         return super().to(*args, **kwargs)
 
+    def enable_group_offload(self, *args: Any, **kwargs: Any) -> None:
+        """Enable diffusers' offload of a model that is in PyTorch."""
+        if is_on_jax(self):
+            raise ValueError(
+                "enable_group_offload is for a model in PyTorch: on JAX call pipe.enable_model_cpu_offload()"
+            )
+        super().enable_group_offload(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def enable_layerwise_casting(self, *args: Any, **kwargs: Any) -> None:
+        """Cast the weights of a model that is in PyTorch, as diffusers does."""
+        if is_on_jax(self):
+            raise ValueError(
+                "enable_layerwise_casting is for a model in PyTorch: call it before port, on a transformer"
+            )
+        super().enable_layerwise_casting(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; on JAX the call that `model.compile()` made is left out, as XLA compiles."""
         if not is_on_jax(self):

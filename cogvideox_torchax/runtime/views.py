@@ -23,6 +23,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from cogvideox_torchax.runtime.host import PLAIN, device_and_dtype, on_jax
 from cogvideox_torchax.runtime.user_checks import without_jax_checks
+from cogvideox_torchax.runtime.weights import is_in_host_memory, on_default_device
 from cogvideox_torchax.upstream import is_traced
 
 DRAWS = (torch.randn, torch.rand, torch.randint)
@@ -176,7 +177,11 @@ def share_views(torchax: Any) -> None:
     """
     tensor_class, slice_class = torchax.tensor.Tensor, torchax.view.View
     dispatch = torchax.tensor.Environment.dispatch
-    torchax_detach = vars(tensor_class)["detach"]
+
+    def array_for_operation(self: Any) -> Any:
+        """Return a tensor's array; of one that waits in the host's memory a copy on its devices."""
+        array = vars(self)[ARRAY]
+        return on_default_device("", array) if is_in_host_memory(array) else array
 
     def write(self: Any, array: Any) -> None:
         """Set a tensor's array, and update the tensors that share its storage.
@@ -295,7 +300,8 @@ def share_views(torchax: Any) -> None:
         return result
 
     def detach(self: Any) -> Any:
-        detached = torchax_detach(self)
+        array = vars(self)[ARRAY]
+        detached = tensor_class(jax.lax.stop_gradient(array) if is_traced(array) else array, self._env)
         share(self, detached, torch.Tensor.detach)
         return detached
 
@@ -307,6 +313,7 @@ def share_views(torchax: Any) -> None:
 
     torchax.tensor.Environment.dispatch = call
     tensor_class._elem = property(operator.attrgetter(ARRAY), write)  # each call reads a thousand
+    tensor_class.jax = array_for_operation
     tensor_class.detach = detach
     tensor_class.data = property(detach, set_data)  # torchax's getter returns the tensor itself
     for kind in (tensor_class, slice_class):

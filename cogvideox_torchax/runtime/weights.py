@@ -116,8 +116,8 @@ def put_weights(module: nn.Module, place: Callable[[str, Any], Any] = on_default
 def tie_weights(network: Any) -> None:
     """Tie a network's weights as its class does, as far as they were tied: if they are equal on JAX.
 
-    Moving them there by torch's own `to`, or by name, unties them. A weight on "meta", for which no file had a
-    tensor, becomes the one that it is to be tied to.
+    Torch's own `to` unties those that it moves there. A weight on "meta", for which no file had a tensor,
+    becomes the one that it is to be tied to.
     """
     import jax.numpy as jnp
 
