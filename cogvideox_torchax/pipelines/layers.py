@@ -9,12 +9,10 @@ of a head.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, MutableMapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0
 from diffusers.models.embeddings import CogVideoXPatchEmbed
@@ -23,7 +21,6 @@ from torch import nn
 import jax_kernels
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.runtime import on_accelerator, torch_view
-from cogvideox_torchax.runtime.calls import writes
 from cogvideox_torchax.runtime.stock import replaced_method, runs_kernel
 
 
@@ -39,30 +36,6 @@ class _InEightBits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return gradients[0]
-
-
-def _read_only(values: torch.Tensor) -> torch.Tensor:
-    """Return values that were written out, as a tensor that refuses writes, which would be lost."""
-    values.__class__ = _read_only_class(type(values))
-    return values
-
-
-@functools.cache
-def _read_only_class(kind: Any) -> type[torch.Tensor]:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise ValueError(
-            "got a write into values that are written out of bits (weights in eight bits, GGUF), which it "
-            "would not reach: set the layer's weight to another parameter, or merge before port"
-        )
-
-    def reduce(values: torch.Tensor, protocol: Any) -> Any:
-        return runtime.plain_tensor(np.array(runtime.as_array(values))).__reduce_ex__(protocol)
-
-    members = dict.fromkeys(filter(writes, dir(kind)), refuse)
-    data = property(lambda values: _read_only(values.detach()), refuse)
-    disabled = torch._C._disabled_torch_function_impl  # so that results are tensors of torch's own class
-    others = {"data": data, "__reduce_ex__": reduce, "__torch_function__": disabled}
-    return type(kind.__name__, (kind,), members | others)
 
 
 class Linear(nn.Linear):
@@ -94,12 +67,15 @@ class Linear(nn.Linear):
         return self._buffers.get("weight_scale")
 
     @property
+    def bits(self) -> Any:
+        """The parameter itself."""
+        return self._parameters["weight"]
+
+    @property
     def matrix(self) -> Any:
         """The weight without its factors, as kernels take it: in int8, or in floats."""
-        weight: Any = self._parameters["weight"]
-        if self.compute_dtype is None or weight.dtype == torch.int8:
-            return weight
-        return self._written_out(weight)
+        is_whole = self.compute_dtype is None or self.bits.dtype == torch.int8
+        return self.bits if is_whole else self._written_out(self.bits)
 
     def _written_out(self, bits: torch.Tensor) -> torch.Tensor:
         values = bits if self.quant_type is None else upstream.from_gguf(bits, self.quant_type)
@@ -125,10 +101,10 @@ class Linear(nn.Linear):
             values = self._written_out(value)
             if self.scale is not None:
                 values = (values.float() * self.scale[:, None]).to(self.compute_dtype)
-            return _read_only(values.detach())
+            return runtime.read_only(values.detach())
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "weight" and self.compute_dtype and value.dtype != self._parameters[name].dtype:
+        if name == "weight" and self.compute_dtype and value.dtype != self.bits.dtype:
             # It is no such bits, and has all of its values.
             self.compute_dtype, self.quant_type, self.dynamic = None, None, False
             self._buffers.pop("weight_scale", None)

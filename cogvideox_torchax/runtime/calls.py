@@ -36,7 +36,7 @@ from cogvideox_torchax.runtime.environment import active
 from cogvideox_torchax.runtime.floats import traced_floats
 from cogvideox_torchax.runtime.functions import RandomInTraceError
 from cogvideox_torchax.runtime.gradients import without_gradient
-from cogvideox_torchax.runtime.host import PLAIN, on_jax
+from cogvideox_torchax.runtime.host import PLAIN, on_jax, writes
 from cogvideox_torchax.runtime.places import Place, describes_one_input
 from cogvideox_torchax.runtime.programs import Program, programs_of
 from cogvideox_torchax.runtime.skeleton import ForeignForwardError
@@ -191,26 +191,6 @@ class _Result:
 
 def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor)
-
-
-WRITING_METHODS = frozenset(
-    (
-        "__setitem__",
-        "__iadd__",
-        "__isub__",
-        "__imul__",
-        "__itruediv__",
-        "__ifloordiv__",
-        "__imod__",
-        "__ipow__",
-    )
-)
-"""Special methods that write into their first argument."""
-
-
-def writes(name: str) -> bool:
-    """Return whether a method of a tensor writes into it, by its name: those of torch end in "_"."""
-    return (name.endswith("_") and not name.endswith("__")) or name in WRITING_METHODS
 
 
 TENSOR_METHODS = frozenset(

@@ -21,9 +21,14 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
-from cogvideox_torchax.runtime.host import PLAIN, device_and_dtype, on_jax
+from cogvideox_torchax.runtime.host import (
+    PLAIN,
+    device_and_dtype,
+    is_in_host_memory,
+    on_default_device,
+    on_jax,
+)
 from cogvideox_torchax.runtime.user_checks import without_jax_checks
-from cogvideox_torchax.runtime.weights import is_in_host_memory, on_default_device
 from cogvideox_torchax.upstream import is_traced
 
 DRAWS = (torch.randn, torch.rand, torch.randint)
@@ -130,6 +135,14 @@ def _makes_host_tensor(operator: Any, args: Any, options: dict[str, Any]) -> boo
 
 def _tensors_in(args: Any, options: dict[str, Any]) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves((args, options)) if isinstance(leaf, torch.Tensor)]
+
+
+def _takes_elem(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Return whether torchax copies out of a tensor's `_elem` itself, which may wait in the host's memory."""
+    if func is torch.Tensor.__getitem__:
+        return bool(_tensors_in(args[1:], options))
+    moves = func in (torch.Tensor.to, torch.ops.aten._to_copy.default)
+    return func is torch.Tensor.cpu or (moves and str(device_and_dtype(args[1:], options)[0]) == "cpu")
 
 
 def set_strides(result: Any, like: Any, **order: torch.memory_format) -> None:
@@ -276,6 +289,9 @@ def share_views(torchax: Any) -> None:
             if isinstance(result, tensor_class) and (order or from_host):
                 set_strides(result, source, **order)
             return result
+        takes_elem = isinstance(source, tensor_class) and _takes_elem(func, args, options)
+        if takes_elem and is_in_host_memory(vars(source)[ARRAY]):
+            args = (tensor_class(source.jax(), self), *args[1:])
         if func is torch.Tensor.contiguous and (STORAGE in vars(source) or options or args[1:]):
             # torchax takes every tensor for contiguous, and would return a view where torch copies. Only a
             # tensor with a storage may be a view, and so not contiguous.

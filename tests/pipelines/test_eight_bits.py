@@ -146,6 +146,16 @@ def test_the_files_weights_become_int8_while_they_are_loaded(tmp_path):
             assert runtime.array_of(got[name]).sharding.is_equivalent_to(sharding, weight.ndim), name
 
 
+def test_what_is_read_of_int8_has_the_dtype_that_transformers_gives_it(tmp_path):
+    runtime.without_torchax(lambda: small_pipelines.one_layer().save_pretrained(tmp_path))
+    pipe = runtime.without_torchax(diffusers.CogVideoXPipeline.from_pretrained, tmp_path, dtype=torch.float16)
+    layers = {n: m.weight.dtype for n, m in pipe.text_encoder.named_modules() if type(m) is torch.nn.Linear}
+    assert {*layers.values()} == {torch.float16, torch.float32}
+    for ported in (port(pipe, weights="int8"), load_pipeline(tmp_path, dtype=torch.float16, weights="int8")):
+        model = ported.text_encoder
+        assert {name: model.get_submodule(name).weight.dtype for name in layers} == layers
+
+
 @pytest.mark.parametrize(("weights", "error"), [("int8", largest_error), ("int8-dynamic", error_of)])
 def test_a_model_in_int8_moves_casts_and_takes_a_lora_with_its_scales_exact(weights, error):
     model = ported(weights=weights).transformer

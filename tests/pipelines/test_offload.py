@@ -331,10 +331,13 @@ CHILDREN = {
     "a feed-forward": lambda pipe, x: pipe.transformer.transformer_blocks[0].ff(x(1, 4, 128)),
     "a T5 block": lambda pipe, x: pipe.text_encoder.encoder.block[0].layer[1](x(1, 4, 32)),
     "a weight": lambda pipe, x: x(1, 4, 128) @ pipe.transformer.proj_out.weight.T,
+    "rows of a weight": lambda pipe, x: pipe.transformer.proj_out.weight[x(1, 4).abs().long()],
+    "a weight on the host": lambda pipe, _: pipe.transformer.proj_out.weight.to("cpu", torch.float64),
     "a statistic": lambda pipe, x: pipe.transformer.proj_out.weight.float().std(),
 }
 
 
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # of what goes to the host
 @pytest.mark.parametrize("call", CHILDREN.values(), ids=CHILDREN)
 @pytest.mark.parametrize("memory", ["pinned", "in_numpy"])
 def test_a_part_of_a_network_whose_weights_wait_can_be_used_alone(call, memory, request):
