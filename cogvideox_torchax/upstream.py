@@ -272,7 +272,8 @@ def teach_copying(kind: Any, tensor_of: Any, to_torch: Any) -> None:
 
     # `copy.deepcopy` calls this.
     def deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
-        copied = tensor_of(tensor.jax())
+        array = array_in(tensor)  # as it is, also if it waits on the host; None for a slice
+        copied = tensor_of(tensor.jax()) if array is None else type(tensor)(array, tensor._env)
         if isinstance(tensor, nn.Parameter):
             copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = copied  # two references to one tensor stay one in the copy

@@ -294,8 +294,9 @@ def _decode_in_chunks(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
     # After the last step the arrays that a step cache keeps are freed, to leave memory for the decoder. A
     # callback may also decode between two steps, where the next step needs them: `_current_timestep` is set
     # there.
-    if pipe.transformer is not None and getattr(pipe, "_current_timestep", None) is None:
-        pipe.transformer._reset_stateful_cache()
+    reset_cache = getattr(pipe.transformer, "_reset_stateful_cache", None)
+    if reset_cache is not None and getattr(pipe, "_current_timestep", None) is None:
+        reset_cache()
     # The pipelines call the VAE's scaling factor `vae_scaling_factor_image`, for videos too.
     z = 1 / pipe.vae_scaling_factor_image * latents.permute(0, 2, 1, 3, 4)
     if not _decodes_by_programs(pipe.vae):
@@ -434,8 +435,9 @@ def _check_image_channels(pipe: Any, call: Callable[..., Any]) -> None:
 def _check_inputs(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Check that whole patches make up the video's size, then the inputs as diffusers does (`inherited`)."""
     arguments = inspect.signature(inherited).bind(pipe, *args, **kwargs).arguments
-    config = getattr(getattr(pipe, "transformer", None), "config", {})
-    if "patch_size" in config and arguments.get("height") and arguments.get("width"):
+    config = getattr(getattr(pipe, "transformer", None), "config", None)
+    has_patches = isinstance(config, dict) and "patch_size" in config  # not of a user's transformer
+    if has_patches and arguments.get("height") and arguments.get("width"):
         _check_size(pipe, arguments["height"], arguments["width"])
     inherited(pipe, *args, **kwargs)
 

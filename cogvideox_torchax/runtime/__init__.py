@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from cogvideox_torchax.runtime.host import (
         device_and_dtype,
         host_array,
+        is_in_host_memory,
         is_jax_device,
+        on_default_device,
         on_jax,
         plain_tensor,
     )
@@ -60,11 +62,10 @@ if TYPE_CHECKING:
     from cogvideox_torchax.runtime.weights import (
         byte_dtype,
         feed_weights,
-        is_in_host_memory,
         is_movable,
         named_tensors,
-        on_default_device,
         put_weights,
+        read_only,
         replace_weights,
     )
 
@@ -117,6 +118,7 @@ __all__ = [
     "profiling",
     "programs_of",
     "put_weights",
+    "read_only",
     "rematerialized",
     "replace_weights",
     "run_method",
@@ -173,7 +175,9 @@ _MODULES = {
     "host": (
         "device_and_dtype",
         "host_array",
+        "is_in_host_memory",
         "is_jax_device",
+        "on_default_device",
         "on_jax",
         "plain_tensor",
     ),
@@ -213,11 +217,10 @@ _MODULES = {
     "weights": (
         "byte_dtype",
         "feed_weights",
-        "is_in_host_memory",
         "is_movable",
         "named_tensors",
-        "on_default_device",
         "put_weights",
+        "read_only",
         "replace_weights",
     ),
 }

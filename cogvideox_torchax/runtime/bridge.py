@@ -11,6 +11,7 @@ import torch
 
 from cogvideox_torchax.runtime.device import fetched, import_torchax, to_jax as to_jax
 from cogvideox_torchax.runtime.host import TPU, host_array, on_jax
+from cogvideox_torchax.upstream import array_in
 
 
 def on_tpu(tensor: torch.Tensor) -> bool:
@@ -30,8 +31,9 @@ def is_on_jax(module: torch.nn.Module) -> bool:
 
 
 def array_of(tensor: torch.Tensor) -> Any:
-    """Return the `jax.Array` inside a torchax tensor."""
-    return import_torchax().interop.jax_view(tensor)
+    """Return the array inside a torchax tensor, which may wait in the host's memory, or be a NumPy array."""
+    array = array_in(tensor)  # None for a slice, which has only its parent's
+    return import_torchax().interop.jax_view(tensor) if array is None else array
 
 
 def tensor_of(array: Any) -> torch.Tensor:

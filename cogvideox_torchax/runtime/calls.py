@@ -299,6 +299,17 @@ TRACING_ERRORS = (
 """Errors that a method may raise because it gets a `TracedFloat` in the place of a float."""
 
 
+VALUE_ERRORS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+"""JAX's errors of code that needs the values of arrays while it is traced."""
+
+READS_VALUES = "it reads the values of tensors, as a branch on one does"
+
+
 def _run_form(model: nn.Module, form: _Form, leaves: list[Any], place: Place) -> _Result:
     """Run the program of a form, or raise `UntraceableError`; a failed trace is not tried again."""
     # The model keeps its programs, all for the place that the model is in. `get` finds this one by the form,
@@ -314,16 +325,10 @@ def _run_form(model: nn.Module, form: _Form, leaves: list[Any], place: Place) ->
         inputs = {str(position): leaves[position] for position in form.arguments}
         result, _no_cache = program.run(program.weights(network), inputs)
         return result
-    except (
-        UntraceableError,
-        RandomInTraceError,
-        # JAX's errors of code that needs the values of arrays while it is traced.
-        jax.errors.ConcretizationTypeError,
-        jax.errors.NonConcreteBooleanIndexError,
-        jax.errors.TracerArrayConversionError,
-        jax.errors.TracerIntegerConversionError,
-    ) as error:
-        program.untraceable = str(error).partition("\n")[0]  # the next call raises this at once
+    except (UntraceableError, RandomInTraceError, *VALUE_ERRORS) as error:
+        reads_values = isinstance(error, VALUE_ERRORS)
+        # The next call raises this at once.
+        program.untraceable = READS_VALUES if reads_values else str(error).partition("\n")[0]
         raise UntraceableError(program.untraceable) from error
 
 

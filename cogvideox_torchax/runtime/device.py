@@ -260,9 +260,10 @@ def _dispatch(torchax_dispatch: Callable[..., Any]) -> Callable[..., Any]:
             if func in _INSTEAD:
                 return _INSTEAD[func](*args, **options)
             if func is not torch.Tensor.to and func in self._ops:
-                if "out" in options or not options.keys() <= _names_of(self._ops[func].func):  # PyTorch makes operators of it
+                # PyTorch makes operators of a call with other arguments.
+                if "out" in options or not options.keys() <= _names_of(self._ops[func].func):
                     raise import_torchax().tensor.OperatorNotFound(f"{func.__name__} with {[*options]}")
-                args, options = _all_on_jax(args, options, tensors)
+                args, options = _all_on_devices(args, options, tensors)
             return views.as_in_torch(func, args, options, run(args, dict(options)))
         written = _written(func, args, options)
         if written and not on_jax(written[0]):
@@ -270,7 +271,7 @@ def _dispatch(torchax_dispatch: Callable[..., Any]) -> Callable[..., Any]:
         if _is_random(func) or (not written and _are_known(tensors)):
             result = _on_host(func, args, options, written)
         else:
-            args, options = _all_on_jax(args, options, tensors)
+            args, options = _all_on_devices(args, options, tensors)
             result = _run_operator(self, func, args, options, written, run)
         return views.as_in_torch(func, args, options, result)
 
@@ -457,15 +458,17 @@ def _written_on_host(func: Any, args: Any) -> Any:
     )
 
 
-def _all_on_jax(args: Any, options: Any, tensors: list[Any]) -> Any:
-    """Move an operation's tensors of the host to JAX, but for those without axes."""
-    if all(type(tensor) not in PLAIN for tensor in tensors):
+def _all_on_devices(args: Any, options: Any, tensors: list[Any]) -> Any:
+    """Move an operation's tensors of the host, and those that wait there, to JAX; not those without axes."""
+    if not any(type(tensor) in PLAIN or views.waits(tensor) for tensor in tensors):
         return args, options
 
-    def on_jax_unless_scalar(tensor: Any) -> Any:
-        return to_jax(tensor) if type(tensor) in PLAIN and tensor.ndim else tensor
+    def on_devices(tensor: Any) -> Any:
+        if type(tensor) in PLAIN:
+            return to_jax(tensor) if tensor.ndim else tensor
+        return type(tensor)(tensor.jax(), tensor._env) if views.waits(tensor) else tensor
 
-    return pytree.tree_map_only(torch.Tensor, on_jax_unless_scalar, (args, options))
+    return pytree.tree_map_only(torch.Tensor, on_devices, (args, options))
 
 
 @functools.cache

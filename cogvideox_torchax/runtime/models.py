@@ -9,8 +9,8 @@ from torch import nn
 
 from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime.bridge import is_on_jax, to_torch
-from cogvideox_torchax.runtime.host import device_and_dtype, is_jax_device
-from cogvideox_torchax.runtime.weights import on_default_device, put_weights, replace_weights
+from cogvideox_torchax.runtime.host import device_and_dtype, is_jax_device, on_default_device
+from cogvideox_torchax.runtime.weights import put_weights, replace_weights
 
 
 def save_as_stock(model: nn.Module) -> None:
@@ -113,6 +113,18 @@ class PortedModel(CopiesWithoutPrograms, nn.Module):
             # The weights become plain tensors, of which torch's own `to` below only changes the dtype.
             replace_weights(self, to_torch)
         return super().to(*args, **kwargs)
+
+    def enable_group_offload(self, *args: Any, **kwargs: Any) -> None:
+        self._in_pytorch("enable_group_offload", "call pipe.enable_model_cpu_offload()")(*args, **kwargs)
+
+    def enable_layerwise_casting(self, *args: Any, **kwargs: Any) -> None:
+        self._in_pytorch("enable_layerwise_casting", "call it before port")(*args, **kwargs)
+
+    def _in_pytorch(self, method: str, instead: str) -> Any:
+        """Return a method of diffusers that changes weights in PyTorch, or raise if they are on JAX."""
+        if is_on_jax(self):
+            raise ValueError(f"{method} is for a model in PyTorch: {instead}")
+        return getattr(super(), method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; on JAX the call that `model.compile()` made is left out, as XLA compiles."""

@@ -87,10 +87,11 @@ class Programs:
             program = build(network)
             entries.insert(0, (snapshot, program))
             if len(entries) > self.KEPT:
-                del entries[self.KEPT :]  # the one not asked for the longest
-                if not self._has_warned:
+                _, dropped = entries.pop()  # the one not asked for the longest
+                was_compiled = getattr(dropped, "untraceable", "no program") is None
+                if was_compiled and not self._has_warned:
                     logger.warning(EVICTED, type(network).__name__, self.KEPT)
-                self._has_warned = True
+                    self._has_warned = True
             if len(self._kept) > self.KINDS:
                 del self._kept[next(iter(self._kept))]  # the key not asked for the longest
             return program

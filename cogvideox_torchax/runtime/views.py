@@ -20,7 +20,14 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
-from cogvideox_torchax.runtime.host import PLAIN, device_and_dtype, is_jax_device, on_jax
+from cogvideox_torchax.runtime.host import (
+    PLAIN,
+    device_and_dtype,
+    is_in_host_memory,
+    is_jax_device,
+    on_default_device,
+    on_jax,
+)
 from cogvideox_torchax.upstream import is_traced
 
 STORAGE, LAYOUT, ARRAY, KNOWN = "_storage", "_layout", "_array", "_known"
@@ -171,10 +178,11 @@ def share_views(tensor_class: Any, slice_class: Any) -> None:
     second class, for a slice by brackets, writes into its parent by itself.
     """
     tensor_class._elem = property(operator.attrgetter(ARRAY), _write)  # each call reads a thousand
-    torchax_detach = vars(tensor_class)["detach"]
+    tensor_class.jax = _array_for_operation
 
     def detach(self: Any) -> Any:
-        detached = torchax_detach(self)
+        array = vars(self)[ARRAY]
+        detached = tensor_class(jax.lax.stop_gradient(array) if is_traced(array) else array, self._env)
         _share(self, detached, torch.Tensor.detach)
         return detached
 
@@ -186,6 +194,17 @@ def share_views(tensor_class: Any, slice_class: Any) -> None:
         kind.view_as = lambda self, other: self.view(other.shape)
     del tensor_class.flatten  # torchax's makes an independent array, and takes no negative axes but -1
     tensor_class.type_as = lambda self, other: self.to(other.dtype)  # torchax's changes its input
+
+
+def _array_for_operation(tensor: Any) -> Any:
+    """Return a tensor's array; of one that waits in the host's memory a copy on its devices."""
+    array = vars(tensor)[ARRAY]
+    return on_default_device("", array) if is_in_host_memory(array) else array
+
+
+def waits(tensor: Any) -> bool:
+    """Return whether a tensor on JAX waits in the host's memory, as with offload."""
+    return ARRAY in vars(tensor) and is_in_host_memory(vars(tensor)[ARRAY])
 
 
 def _write(tensor: Any, array: Any) -> None:

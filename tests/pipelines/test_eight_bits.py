@@ -1,5 +1,6 @@
 """Weights in eight bits stay so on the device, and give what PyTorch gives with rounded weights."""
 
+import pickle
 import re
 from typing import Any
 
@@ -13,8 +14,11 @@ import transformers
 from diffusers import GGUFQuantizationConfig
 from diffusers.hooks import apply_layerwise_casting
 from diffusers.models import ModelMixin, model_loading_utils
+from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0
 from diffusers.quantizers import DiffusersAutoQuantizer
 from diffusers.quantizers.gguf.utils import dequantize_functions
+from peft import LoraConfig, inject_adapter_in_model
+from torch.nn import functional as F
 from torchao.quantization import (
     Float8WeightOnlyConfig,
     Int8DynamicActivationInt8WeightConfig,
@@ -141,6 +145,16 @@ def test_the_files_weights_become_int8_while_they_are_loaded(tmp_path):
             assert runtime.array_of(got[name]).sharding.is_equivalent_to(sharding, weight.ndim), name
 
 
+def test_what_is_read_of_int8_has_the_dtype_that_transformers_gives_it(tmp_path):
+    (lambda: small_pipelines.one_layer().save_pretrained(tmp_path))()
+    pipe = diffusers.CogVideoXPipeline.from_pretrained(tmp_path, dtype=torch.float16)
+    layers = {n: m.weight.dtype for n, m in pipe.text_encoder.named_modules() if type(m) is torch.nn.Linear}
+    assert {*layers.values()} == {torch.float16, torch.float32}
+    for ported in (port(pipe, weights="int8"), load_pipeline(tmp_path, dtype=torch.float16, weights="int8")):
+        model = ported.text_encoder
+        assert {name: model.get_submodule(name).weight.dtype for name in layers} == layers
+
+
 @pytest.mark.parametrize(("weights", "error"), [("int8", largest_error), ("int8-dynamic", error_of)])
 def test_a_model_in_int8_moves_casts_and_takes_a_lora_with_its_scales_exact(weights, error):
     model = ported(weights=weights).transformer
@@ -162,7 +176,7 @@ def test_a_model_in_int8_moves_casts_and_takes_a_lora_with_its_scales_exact(weig
 @torch.enable_grad()
 def test_in_pytorch_the_gradient_of_rounded_tokens_is_that_of_whole_ones():
     layer, x = Linear(8, 4), torch.linspace(-1, 3, 16).reshape(2, 8).requires_grad_()
-    layer.hold(torch.arange(32, dtype=torch.int8).reshape(4, 8), torch.full((4,), 0.1))
+    layer.hold(torch.arange(32, dtype=torch.int8).reshape(4, 8), torch.full((4,), 0.1), torch.float32)
     whole = layer(x)
     layer.dynamic = True
     rounded = layer(x)
@@ -274,6 +288,75 @@ FORMS = {
 def loaded(form, part, tmp_path):
     make = stock if part == "transformer" else lambda: small_pipelines.text_encoder(num_layers=1)
     return (lambda: FORMS[form][0](make(), tmp_path).eval())()
+
+
+class ByWeights(CogVideoXAttnProcessor2_0):
+    """Attention that multiplies by a layer's weight itself, as some public processors do."""
+
+    def __call__(
+        self, attn, hidden_states, encoder_hidden_states, attention_mask=None, image_rotary_emb=None
+    ):
+        given = hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
+        return tuple(x + F.linear(x, attn.to_q.weight) for x in super().__call__(attn, *given))
+
+
+def reading_weights(model):
+    model.transformer_blocks[0].attn1.processor = ByWeights()
+
+
+def with_dora(model):
+    torch.manual_seed(3)
+    options = {"target_modules": ["to_q", "to_v"], "use_dora": True, "init_lora_weights": False}
+    inject_adapter_in_model(LoraConfig(r=2, lora_alpha=8, **options), model)
+    for name, magnitudes in model.named_parameters():
+        if "lora_magnitude_vector" in name:
+            torch.nn.init.constant_(magnitudes, 2.0)
+
+
+HELD = "int8", "int8-dynamic", "torchao int8", "torchao float8"
+
+
+@pytest.mark.parametrize("read", [reading_weights, with_dora])
+@pytest.mark.parametrize("form", HELD)
+def test_who_reads_a_weight_sees_the_values_that_its_bits_stand_for(form, read, tmp_path):
+    weights = None if form in FORMS else form
+    make = stock if weights else lambda: loaded(form, "transformer", tmp_path)
+    model, want = ported(make(), weights=weights).transformer, rounded(make(), weights) if weights else make()
+    without = step(model)
+    read(model)
+    model.place()
+    read(want)
+    want = step(want)
+    assert largest_error(without, want) > 1e-2
+    assert (error_of if form == "int8-dynamic" else largest_error)(step(model), want) < 1e-4
+
+
+@pytest.mark.parametrize("device", ["jax", "cpu"])
+@pytest.mark.parametrize("form", [*HELD, "GGUF"])
+@pytest.mark.slow_cases("int8-dynamic*", "torchao int8*")
+def test_a_write_into_values_that_are_written_out_is_refused(form, device, tmp_path):
+    weights = None if form in FORMS else form
+    make = stock if weights else lambda: loaded(form, "transformer", tmp_path)
+    model = ported(make(), weights=weights).transformer.to(device)
+    with_lora("to_q", "to_v")(model)
+    lora = model.transformer_blocks[0].attn1.to_q
+    layer, values = lora.base_layer, lora.base_layer.weight
+    assert values.dtype == torch.float32
+    for write in (
+        lora.merge,
+        lambda: lora.merge(safe_merge=True),
+        lambda: values.add_(1),
+        lambda: values.data.copy_(values),
+        lambda: torch.nn.init.zeros_(values),
+    ):
+        with pytest.raises(ValueError, match="got a write into values that are written out of bits"):
+            write()
+    x = torch.ones(1, layer.in_features, device=device)
+    result = layer(x)
+    assert largest_error(result, F.linear(x, values, layer.bias)) < 1e-5
+    assert largest_error(pickle.loads(pickle.dumps(values)), runtime.to_torch(values)) == 0
+    layer.weight = torch.nn.Parameter(2 * layer.weight)
+    assert largest_error(layer(x) - layer.bias, 2 * (result - layer.bias)) < 1e-5
 
 
 def in_bits(model):

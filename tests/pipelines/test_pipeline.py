@@ -21,6 +21,7 @@ from diffusers import (
     DDIMScheduler,
     DPMSolverMultistepScheduler,
 )
+from diffusers.hooks import apply_layerwise_casting
 from diffusers.models.autoencoders.vae import DecoderOutput
 from diffusers.pipelines.cogvideo import pipeline_cogvideox
 
@@ -332,7 +333,7 @@ def test_what_is_set_after_the_port_is_refused_before_anything_runs(monkeypatch)
             with pytest.raises(ValueError, match=f"^the pipeline's {name}, a .*, was set after port: call"):
                 frames(pipe)
     pipe = port(small_pipelines.one_layer())
-    pipe.transformer.enable_layerwise_casting(torch.bfloat16, torch.float32)
+    apply_layerwise_casting(pipe.transformer, torch.bfloat16, torch.float32)
     with pytest.raises(ValueError, match="^the weights of a CogVideoXTransformer3DModel are cast layer by"):
         frames(pipe)
     pipe = port(small_pipelines.one_layer())
