@@ -38,6 +38,7 @@ import reprlib
 import secrets
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field
@@ -59,6 +60,8 @@ from cogvideox_torchax import load_pipeline, make_mesh, runtime, save_video
 from cogvideox_torchax.cli.common import TINY_PIPELINE, TINY_PROMPT, TINY_SAMPLING
 from cogvideox_torchax.dataset import Bucket
 from cogvideox_torchax.pipelines import description
+
+log = logging.getLogger(__name__)
 
 KEPT = 16
 """Number of finished videos that are kept: a new request deletes the oldest ones."""
@@ -254,30 +257,27 @@ def make_app(
         for name, (frames, height, width) in sizes.items()
     }
 
-    def make(video: Video) -> None:
-        frames, height, width = sizes[video.size]
-        made = pipe(
-            video.wanted.prompt,
-            num_frames=frames,
-            height=height,
-            width=width,
-            generator=torch.Generator("cpu").manual_seed(video.wanted.seed),
-            callback_on_step_end=video.on_step_end,
-            max_sequence_length=tokens,
-            output_type="np",
-            **{**sampling, "num_inference_steps": video.steps},
-        )
-        video.step = video.steps
-        save_video(made.frames[0], video.path, fps=fps)
-
     def generate(video: Video) -> None:
+        frames, height, width = sizes[video.size]
         try:
-            make(video)
+            made = pipe(
+                video.wanted.prompt,
+                num_frames=frames,
+                height=height,
+                width=width,
+                generator=torch.Generator("cpu").manual_seed(video.wanted.seed),
+                callback_on_step_end=video.on_step_end,
+                max_sequence_length=tokens,
+                output_type="np",
+                **{**sampling, "num_inference_steps": video.steps},
+            )
+            video.step = video.steps
+            save_video(made.frames[0], video.path, fps=fps)
         except Cancelled:
             pass
         except BaseException as error:  # also SystemExit, after which there is no file either
             # Its text may name files of the server, and the exception keeps the arrays of its frames alive.
-            logging.getLogger("uvicorn.error").exception("%s failed", video.path.stem)
+            log.exception("%s failed", video.path.stem)
             video.error = f"failed: {type(error).__name__}"
         video.latents = None
         if video.cancelled:
@@ -342,10 +342,9 @@ def make_app(
     async def running(app: FastAPI) -> AsyncIterator[None]:
         for name in sizes:
             print(f"compiling {name}", flush=True)
-            try:
-                make(Video(Wanted(prompt="warm"), name, 2, directory / "warm.mp4"))
-            except Exception as error:
-                raise RuntimeError(f"{name} failed: {error}") from error
+            generate(warm := Video(Wanted(prompt="warm"), name, 2, directory / "warm.mp4"))
+            if warm.error:
+                raise RuntimeError(f"{name} {warm.error}")
         print("ready", flush=True)
         yield
         for id in [*videos]:
@@ -368,7 +367,7 @@ def make_app(
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        name = reprlib.repr(("a name", *first["loc"])[-1])
+        name = reprlib.repr(("the body", *first["loc"])[-1])[1:-1]
         unknown = f"it is no field; the fields are {FIELDS}"
         text = unknown if first["type"] == "extra_forbidden" else first["msg"]
         return refusal(400, f"{name}: {text}", name)
@@ -477,27 +476,26 @@ async def wanted_of(request: Request) -> Wanted:
         async with asyncio.timeout(PATIENCE):
             if headers.get("content-type", "").lower().startswith("multipart/form-data"):
                 form = await MultiPartParser(headers, body, max_files=0, max_fields=100).parse()
-                fields = unique(form.multi_items())
+                fields = fields_of(form.multi_items())
             else:
-                fields = json.loads(b"".join([part async for part in body]), object_pairs_hook=unique)
-        return Wanted.model_validate({name: value for name, value in fields.items() if value is not None})
+                fields = json.loads(b"".join([part async for part in body]), object_pairs_hook=fields_of)
+        return Wanted.model_validate(fields)
     except (TimeoutError, ClientDisconnect) as error:
         raise HTTPException(408, f"the body did not come within {PATIENCE} seconds") from error
     except ValidationError as error:
         raise RequestValidationError(error.errors()) from error
     except MultiPartException as error:
         raise HTTPException(400, f"{error.message} A form has no files, such as input_reference") from error
-    except (ValueError, AttributeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise HTTPException(400, f"the body is neither an object in JSON nor a form: {error}") from error
 
 
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the fields of a body; `ValueError` for one that it has twice."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"it has {reprlib.repr(max(names, key=names.count))} twice")
-    return fields
+def fields_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields of a body without those that are null; `ValueError` for one that it has twice."""
+    for name, count in Counter(name for name, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"it has {reprlib.repr(name)} twice")
+    return {name: value for name, value in pairs if value is not None}
 
 
 def main() -> None:

@@ -4,8 +4,8 @@
 
 It takes files that `cogvideox-torchax encode` wrote with the same model. It listens on the loopback interface
 unless --host changes it, and refuses what pages of other sites send. There are no users and no passwords:
-anyone who reaches the port may use it. An upload has at most --largest MB, at most --queue videos wait, and one
-is decoded at a time. A bad request is answered by one line. No file name is taken from a request.
+anyone who reaches the port may use it. An upload has at most --largest MB, at most --queue videos wait, and
+one is decoded at a time. A bad request is answered by one line. No file name is taken from a request.
 """
 
 import argparse

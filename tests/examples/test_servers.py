@@ -269,7 +269,7 @@ def test_a_bad_request_is_refused_before_it_waits(shared, wanted):
     ("body", "words"),
     [
         (b'{"prompt": "\\ud800"}', "prompt"),
-        (b'{"prompt": "a", "\\ud800": 1}', "a name"),
+        (b'{"prompt": "a", "\\ud800": 1}', "the body"),
         (b'{"prompt": "a", "size": "\\ud800"}', "size"),
         (b'{"prompt": "a", "seed": NaN}', "seed"),
         (b'{"prompt": "a", "seed": 1e999}', "seed"),
@@ -278,8 +278,9 @@ def test_a_bad_request_is_refused_before_it_waits(shared, wanted):
         (b'{"prompt": "a", "seed": 1, "seed": 2}', "'seed' twice"),
         (b'{"prompt": "a", "num_frames": 9}', "prompt, size, seconds, steps, seed, model"),
         (b'{"prompt": "a", "' + b"x" * 50_000 + b'": 1}', "no field"),
-        *((body, "neither an object") for body in (b"", b"[]", b"1", b"null", b'"a"', b'{"prompt"', b"\xff")),
-        (b"[" * 90_000, "neither an object"),
+        (b"{" + b",".join(b'"%d": 1, "%d": 1' % (i, i) for i in range(4000)) + b"}", "'0' twice"),
+        *((body, "the body: Input should be") for body in (b"[]", b"1", b"null", b'"a"')),
+        *((body, "neither an object") for body in (b"", b'{"prompt"', b"\xff", b"[" * 90_000)),
     ],
 )
 def test_a_body_that_cannot_be_a_request_is_a_400_of_one_line_in_openai_s_form(shared, address, body, words):
@@ -371,10 +372,12 @@ def test_a_body_that_is_not_taken_says_why(shared, address, headers, body, statu
 
 @pytest.mark.parametrize("header", ["Content-Type", "Content-Transfer-Encoding", "Content-Disposition"])
 def test_a_header_of_a_form_cannot_stop_the_server(shared, header):
-    begun = time.monotonic()
+    begun, many = time.monotonic(), b";;" * 20_000
     for name in (b"form-data", b'form-data; name="prompt"'):
-        body = form((b"%s: %s%s" % (header.encode(), name, b";;" * 20_000), b"a panda"))
-        shared.post("/v1/videos", data=body, headers={"Content-Type": "multipart/form-data; boundary=x"})
+        body = form((b"%s: %s%s" % (header.encode(), name, many), b"a panda"))
+        for kind in (b"", many):
+            headers = {"Content-Type": b"multipart/form-data; boundary=x" + kind}
+            shared.post("/v1/videos", data=body, headers=headers)
     assert time.monotonic() - begun < 2
 
 
@@ -516,6 +519,13 @@ def test_each_of_several_sizes_with_equal_pixels_and_seconds_can_be_had(pipe, tm
             assert refused.json()["error"]["message"].endswith(f"this server makes {words}")
 
 
+def test_a_size_that_does_not_run_ends_the_server_before_it_listens(pipe, tmp_path, caplog):
+    app = serve.make_app(pipe, {"5x6x16": (5, 6, 16)}, tmp_path, limit=2, fps=8)
+    with pytest.raises(RuntimeError, match="5x6x16 failed: ValueError"), TestClient(app):
+        pass
+    assert "multiple" in caplog.text
+
+
 @pytest.fixture
 def openai_client(gated, tmp_path):
     """Return OpenAI's own client of a server that asks for a token."""
@@ -591,12 +601,32 @@ def test_a_browser_follows_a_prompt_cancels_it_and_plays_the_next(app, gated, pa
         gated.steps.release()
         page.fill("#prompt", "a panda")
         page.fill("#steps", "2")
+        page.fill("#seed", "18446744073709551615")
         page.click("#start")
         page.wait_for_function("document.getElementById('video').videoWidth === 16", timeout=60_000)
         page.evaluate("document.getElementById('video').play()")
         page.wait_for_function("document.getElementById('video').currentTime > 0")
         gated.open()
     assert gated.prompts[len(SIZES) :] == ["slow", "a panda"]
+    assert gated.options["generator"].initial_seed() == 2**64 - 1, "more bits than JavaScript's numbers have"
+
+
+@pytest.mark.slow
+def test_a_page_asks_for_the_token_and_says_what_is_wrong(pipe, tmp_path, page):
+    app = serve.make_app(Blank(pipe), SIZES, tmp_path, limit=1, fps=8, token="secret")
+    answers = iter(["wrong", "secret"])
+    page.on("dialog", lambda dialog: dialog.accept(next(answers)))
+    with served(app) as address:
+        page.goto(address)
+        page.fill("#prompt", "a panda")
+        page.click("#start")
+        page.wait_for_function("document.getElementById('video').videoWidth === 16", timeout=60_000)
+        page.fill("#prompt", "a panda plays a guitar in a bamboo forest by the sea")
+        page.click("#start")
+        page.wait_for_function("document.getElementById('said').textContent.includes('shorten it')")
+    page.click("#start")
+    page.wait_for_function("document.getElementById('said').textContent.includes('Failed to fetch')")
+    assert next(answers, None) is None
 
 
 def test_a_size_beyond_the_models_positions_is_refused_before_anything_is_loaded(saved, monkeypatch, capsys):
