@@ -106,6 +106,7 @@ class Blank(Gated):
     """A pipeline whose videos are black."""
 
     def __call__(self, prompt, *, num_frames, height, width, **options):
+        self.prompts.append(prompt)
         self.options = options
         return SimpleNamespace(frames=[np.zeros((num_frames, height, width, 3))])
 
@@ -143,10 +144,10 @@ class Client(requests.Session):
 
 @pytest.fixture(scope="module")
 def shared(pipe, tmp_path_factory):
-    """Return a client of a server for many tests, with much room."""
-    gated = Gated(pipe)
-    app = serve.make_app(gated, SIZES, tmp_path_factory.mktemp("shared"), limit=1000, fps=8)
-    with served(app) as site, Client(site, gated) as client:
+    """Return a client of a server for many tests, with much room and black videos."""
+    blank = Blank(pipe)
+    app = serve.make_app(blank, SIZES, tmp_path_factory.mktemp("shared"), limit=1000, fps=8)
+    with served(app) as site, Client(site, blank) as client:
         assert client.get("/health").json() == {"status": "ready"}
         yield client
 
