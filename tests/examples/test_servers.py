@@ -152,6 +152,11 @@ def shared(pipe, tmp_path_factory):
         yield client
 
 
+def newest(client):
+    """Return the id of the last request that a server took, None for none."""
+    return client.get("/v1/videos?limit=1").json()["last_id"]
+
+
 def ask(client, prompt, **wanted):
     answer = client.post("/videos", json={"prompt": prompt, "steps": 2, **wanted})
     assert answer.status_code == 201, answer.text
@@ -257,12 +262,12 @@ def test_the_oldest_finished_videos_make_room(client, monkeypatch, tmp_path):
     ],
 )
 def test_a_bad_request_is_refused_before_it_waits(shared, wanted):
-    ran = len(shared.gated.prompts)
+    before = newest(shared)
     for address in ADDRESSES:
         answer = shared.post(address, json={"prompt": "a panda", **wanted})
         assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
         assert any(name in answer.json()["error"]["message"] for name in wanted)
-    assert len(shared.gated.prompts) == ran
+    assert newest(shared) == before
 
 
 @pytest.mark.parametrize("address", ADDRESSES)
@@ -365,10 +370,10 @@ PICTURE = b'Content-Disposition: form-data; name="input_reference"; filename="a.
     ],
 )
 def test_a_body_that_is_not_taken_says_why(shared, address, headers, body, status, words):
-    ran = len(shared.gated.prompts)
+    before = newest(shared)
     answer = shared.post(address, data=body, headers=headers)
     assert (answer.status_code, words in answer.json()["error"]["message"]) == (status, True), answer.text
-    assert len(shared.gated.prompts) == ran
+    assert newest(shared) == before
 
 
 @pytest.mark.parametrize("header", ["Content-Type", "Content-Transfer-Encoding", "Content-Disposition"])
@@ -436,7 +441,7 @@ def test_a_head_request_is_answered_as_a_get_request(shared, address):
     wait(shared, f"/videos/{id}", state="done")
     got = [shared.request(name, address.replace("ID", id)) for name in ("GET", "HEAD")]
     assert [each.status_code for each in got] == [200, 200]
-    assert got[0].headers == got[1].headers
+    assert len({each.headers["Content-Length"] for each in got}) == 1
 
 
 @pytest.mark.parametrize(
