@@ -18,8 +18,7 @@ from tqdm.auto import tqdm
 
 from cogvideox_torchax import backends, runtime
 from cogvideox_torchax.cli.devices import Fetch
-from cogvideox_torchax.cli.options import DTYPES
-from cogvideox_torchax.dataset import formats
+from cogvideox_torchax.cli.options import DTYPES, SPATIAL_SCALE
 from cogvideox_torchax.dataset.clip import (
     MEAN,
     SAMPLE,
@@ -45,29 +44,9 @@ TINY_WORDS = frozenset(
 """The shapes and the colors of the prompts that the bundled pipeline was trained on."""
 LENGTHS_THAT_STAY = "the model returns as many as it took only for 8 k or 8 k + 1 of them"
 """The end of a message about a number of frames that encoding and decoding change."""
-SPATIAL_SCALE = 8
-"""Pixels to a latent pixel along a side, in every published CogVideoX: known before a model is loaded."""
 
 Item = TypeVar("Item")
 Unit = TypeVar("Unit", EncodeClip, DecodeClip)
-
-
-def check_input(path: str) -> None:
-    """Raise `ValueError` for an input that does not exist, or an empty name, which `Path` takes for "."."""
-    if not path:
-        raise ValueError('got an empty name: give a file or a directory, "." for the current one')
-    if not Path(path).exists():
-        raise ValueError(f"there is no file or directory {path}")
-
-
-def check_video(path: str, output: str | None = None) -> None:
-    """Raise `ValueError` for a video that does not exist, that holds latents, or that is the output."""
-    check_input(path)
-    is_latents = Path(path).suffix in formats.SUFFIXES.values()  # of latent files, and of shards of them
-    if is_latents and Path(path).is_file():
-        raise ValueError(f"{path} holds latents: decode it, or give a video")
-    if output and Path(output).exists() and Path(path).samefile(output):
-        raise ValueError(f"cannot write {output}: it is the input; name another file")
 
 
 def take_bundled_model(args: argparse.Namespace) -> None:
@@ -137,7 +116,6 @@ def open_clip(args: argparse.Namespace, at_most: int | None = None, fps: Fractio
     The part is the first `--frames` frames; without that option at most the first `at_most`, or all for None.
     `fps` is the rate at which frames are taken; None for the video's own.
     """
-    check_video(args.video, args.output)
     count = args.frames  # None for all frames
     if not count and at_most:
         # A part that is longer than the video would be an error. The file's frames are counted here, of which

@@ -39,8 +39,6 @@ ENCODED, GROUP = 8, 256
 
 def run(args: argparse.Namespace) -> int:
     """Generate the videos that the output directory lacks; return 1 if some cannot be generated, else 0."""
-    batch.check_output_directory(args.output, "video")
-    common.parse_dtype(args.dtype or "bfloat16")
     lines = list(_lines(Path(args.prompts)))
     if not lines:
         raise ValueError(f"{args.prompts} has no prompts: write one on each line")

@@ -6,42 +6,10 @@ import json
 import torch
 
 from cogvideox_torchax import __version__, backends
-from cogvideox_torchax.cli import common, options
+from cogvideox_torchax.cli import common
 from cogvideox_torchax.files import reports, whole
-from cogvideox_torchax.vae.sizes import check_sides
 
-DTYPES = ("float32", "bfloat16")
 FILES = ("verify.json", "verify.md", "verify.png")
-
-
-COMMAND = options.Command(
-    "compare backends with PyTorch in float32, layer by layer and as a whole",
-    "--model zai-org/CogVideoX-5b --video clip.mp4 --frames 17 --crop -o out",
-    (
-        options.Option(
-            "--model",
-            metavar="DIR_OR_ID",
-            default=str(common.DEMO_MODEL),
-            help="a CogVideoX VAE or a whole pipeline (default: the bundled one)",
-        ),
-        options.Option("--video", metavar="CLIP", help="what to encode (default: noise from a fixed seed)"),
-        options.Option(
-            "--backends",
-            nargs="+",
-            choices=backends.names("verify"),
-            default=["torch", "torchax"],
-            help="to compare (default: torch torchax)",
-        ),
-        options.Option(
-            "--dtype", nargs="+", choices=DTYPES, default=["float32"], help="of each (default: float32)"
-        ),
-        *options.clip_options(),
-        options.output(f"write {', '.join(FILES)} there", metavar="DIR"),
-        options.JSON,
-        options.Option("--quiet", action="store_true", help="do not say what is being run"),
-        options.PROFILE,
-    ),
-)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,6 +17,7 @@ def run(args: argparse.Namespace) -> int:
     from cogvideox_torchax.vae.torchax.networks import stock_of
     from cogvideox_torchax.verify import compare, report
 
+    common.take_bundled_model(args)
     for name in args.backends:
         backends.backend(name)  # raises for one that is not installed, before the work
     if args.output is not None:
@@ -91,11 +60,8 @@ def _video(args: argparse.Namespace) -> torch.Tensor:
     if args.video is not None:
         frames = torch.stack(list(common.open_clip(args).stream()), dim=2)
         return frames.float() / 127.5 - 1
-    if args.crop:
-        raise ValueError("--crop is for a clip: pass one with --video")
     generator = torch.Generator().manual_seed(0)
     # By default 17 frames, which are two chunks, so that all programs run; the frames are small, because
     # PyTorch runs them on the CPU.
     shape = (1, 3, args.frames or 17, args.height or 64, args.width or 96)
-    check_sides("noise", *shape[3:], multiple=common.SPATIAL_SCALE)
     return torch.rand(shape, generator=generator) * 2 - 1
