@@ -6,6 +6,7 @@ The module of a command's name has `run(args)`, which returns the exit code, or 
 
 import argparse
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 
 from cogvideox_torchax import backends
@@ -20,22 +21,25 @@ FOR_MANY = ("keep", "buckets", "windows", "min_size", "ray", "actors", "workers"
 """Options that a single clip has no use for."""
 
 
-def check_input(path: str) -> None:
-    """Raise `ValueError` for an input that does not exist, or an empty name, which `Path` takes for "."."""
-    if not path:
-        raise ValueError('got an empty name: give a file or a directory, "." for the current one')
-    if not Path(path).exists():
-        raise ValueError(f"there is no file or directory {path}")
+Fault = tuple[object, str]
+"""Whether a fault is present, and the message about it, as `faults.refuse` takes them."""
 
 
-def check_video(path: str, output: str | None = None) -> None:
-    """Raise `ValueError` for a video that does not exist, that holds latents, or that is the output."""
-    check_input(path)
-    is_latents = Path(path).suffix in kinds.SUFFIXES.values()  # of latent files, and of shards of them
-    if is_latents and Path(path).is_file():
-        raise ValueError(f"{path} holds latents: decode it, or give a video")
-    if output and Path(output).exists() and Path(path).samefile(output):
-        raise ValueError(f"cannot write {output}: it is the input; name another file")
+def input_faults(path: str) -> tuple[Fault, ...]:
+    return (
+        # `Path` takes an empty name for ".".
+        (not path, 'got an empty name: give a file or a directory, "." for the current one'),
+        (not Path(path).exists(), f"there is no file or directory {path}"),
+    )
+
+
+def video_faults(video: str, output: str | None) -> tuple[Fault, ...]:
+    is_latents = Path(video).suffix in kinds.SUFFIXES.values()  # of latent files, and of shards of them
+    is_output = output and Path(output).exists() and Path(video).samefile(output)
+    return (
+        (is_latents and Path(video).is_file(), f"{video} holds latents: decode it, or give a video"),
+        (is_output, f"cannot write {output}: it is the input; name another file"),
+    )
 
 
 def check_output_directory(path: str, unit: str = "clip") -> None:
@@ -46,17 +50,16 @@ def check_output_directory(path: str, unit: str = "clip") -> None:
     whole.refuse(path, (is_file_name, f"many {unit}s go into a directory: give a name without {suffix}"))
 
 
-def check_one(args: argparse.Namespace) -> None:
-    """Raise `ValueError` for an option of many clips that was given for a single clip."""
+def faults_of_one(args: argparse.Namespace) -> Iterator[Fault]:
+    """Yield a fault for each option of many clips, which a single clip has no use for."""
     for name in FOR_MANY:
+        option = f"--{name.replace('_', '-')}"
         # The options' defaults are None and False. `getattr` returns None for one that the command lacks.
-        if getattr(args, name, None) not in (None, False):
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{option} is for many clips: leave it out, or give a directory or a list")
+        is_given = getattr(args, name, None) not in (None, False)
+        yield is_given, f"{option} is for many clips: leave it out, or give a directory or a list"
 
 
-def ray_faults(args: argparse.Namespace) -> tuple[tuple[object, str], ...]:
-    """Return the conditions under which the options of Ray contradict others, with the errors."""
+def ray_faults(args: argparse.Namespace) -> tuple[Fault, ...]:
     return (
         (args.actors and args.ray is None, "--actors is for Ray: add --ray"),
         (args.distributed and args.ray is not None, "Ray deals out the work itself: leave out --distributed"),
@@ -64,32 +67,31 @@ def ray_faults(args: argparse.Namespace) -> tuple[tuple[object, str], ...]:
 
 
 def check_encode(args: argparse.Namespace) -> None:
-    if not kinds.is_many(args.video):
-        check_one(args)
-        if not args.output.endswith(".safetensors"):
-            raise ValueError(
-                f"cannot write {args.output}: latents of one clip go into a .safetensors file; "
-                "many clips are a directory, or a list in .txt or .jsonl"
-            )
-        return whole.check_file(args.output)
     keeps_no_sample = args.keep in (None, "posterior", "mean")  # None is the default, the posterior
+    if kinds.is_many(args.video):
+        faults.refuse(
+            (args.seed is not None and keeps_no_sample, "--seed draws samples: add --keep sample, or both"),
+            *ray_faults(args),
+            (args.workers and args.ray is not None, "Ray reads the clips itself: leave out --workers"),
+        )
+        return check_output_directory(args.output)
     faults.refuse(
-        (args.seed is not None and keeps_no_sample, "--seed draws samples: add --keep sample, or both"),
-        *ray_faults(args),
-        (args.workers and args.ray is not None, "Ray reads the clips itself: leave out --workers"),
+        *faults_of_one(args),
+        (
+            not args.output.endswith(".safetensors"),
+            f"cannot write {args.output}: latents of one clip go into a .safetensors file; "
+            "many clips are a directory, or a list in .txt or .jsonl",
+        ),
     )
-    return check_output_directory(args.output)
+    return whole.check_file(args.output)
 
 
 def check_decode(args: argparse.Namespace) -> None:
-    if Path(args.latents).is_dir():
+    source = Path(args.latents)
+    if source.is_dir():
         return check_output_directory(args.output)
-    if Path(args.latents).suffix in (".parquet", ".tar"):
-        raise ValueError(
-            f"{args.latents} is a shard of a data set: decode its directory, {Path(args.latents).parent}, "
-            "into another one"
-        )
-    return check_one(args)
+    shard = f"{source} is a shard of a data set: decode its directory, {source.parent}, into another one"
+    return faults.refuse((source.suffix in (".parquet", ".tar"), shard), *faults_of_one(args))
 
 
 def check_generate(args: argparse.Namespace) -> None:
@@ -441,14 +443,14 @@ COMMANDS = {
 
 def check(args: argparse.Namespace) -> None:
     """Raise `ValueError` for options that are wrong, and for files and models that are not there."""
-    # A profile would start JAX, which processes must not do before they connect.
-    both = args.distributed and args.profile is not None
-    faults.refuse((both, "--profile records a single process: leave out --distributed"))
     given = {name: value for name, value in vars(args).items() if value is not None}
+    # A profile would start JAX, which processes must not do before they connect.
+    both = args.distributed and "profile" in given
+    faults.refuse((both, "--profile records a single process: leave out --distributed"))
     if "model" in given and args.command != "plan":  # which has names of its own
         models.local(args.model)  # for its error
-    for name in given.keys() & {"latents", "image", "prompts"}:
-        check_input(given[name])
+    for name in given.keys() & {"latents", "image", "prompts", "video"}:
+        faults.refuse(*input_faults(given[name]))
     if "video" in given:
-        check_video(args.video, args.output)
+        faults.refuse(*video_faults(args.video, args.output))
     COMMANDS[args.command].check(args)

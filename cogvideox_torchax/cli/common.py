@@ -29,7 +29,7 @@ from cogvideox_torchax.dataset.clip import (
     EncodeClip,
     select_part,
 )
-from cogvideox_torchax.files import video
+from cogvideox_torchax.files import reports, video
 from cogvideox_torchax.files.latents import Latents
 from cogvideox_torchax.runtime.clock import CompileClock
 
@@ -63,14 +63,28 @@ def take_bundled_pipeline(args: argparse.Namespace) -> None:
         say(f"no --model is given: taking the small bundled pipeline {args.model} (docs/tiny-pipeline.md)")
         if args.from_stage != "latents":  # nothing is sampled from there on
             vars(args).update({k: v for k, v in TINY_SAMPLING.items() if getattr(args, k) is None})
-            hint_at_words(args.prompt or TINY_PROMPT)
+    if args.prompt is not None:
+        hint_at_words(args.model, args.prompt)
 
 
-def hint_at_words(prompt: str) -> None:
-    """Print a line if a prompt has no shape and no color that the bundled pipeline knows."""
-    if not TINY_WORDS & set(re.findall(r"\w+", prompt.lower())):
+def unknown_words(model: str | Path, prompt: str) -> str:
+    """Return the words of a prompt that the bundled pipeline does not know; "" for another model."""
+    if Path(model).expanduser().resolve() != TINY_PIPELINE.resolve():
+        return ""
+    # Its tokenizer was made with a piece for each word of the prompts that it was trained on.
+    pieces = reports.parse((TINY_PIPELINE / "tokenizer" / "tokenizer.json").read_bytes())["model"]["vocab"]
+    words, known = re.findall(r"\w+", prompt), {piece for piece, _ in pieces}
+    is_scene = len(TINY_WORDS & {*words}) == 3  # a color, a shape and the background's color
+    unknown = ", ".join(word for word in words if f"\u2581{word}" not in known)
+    return unknown or ("" if is_scene else "such a scene")
+
+
+def hint_at_words(model: str | Path, *prompts: str) -> None:
+    """Print a line if the bundled pipeline is the model, and prompts have words that it does not know."""
+    unknown = {unknown_words(model, prompt): None for prompt in prompts}
+    if shown := [*filter(None, unknown)][:5]:
         say(
-            f"the bundled pipeline knows no word of this prompt, so its video will show something else; it "
+            f"the bundled pipeline does not know {', '.join(shown)}: its video will show something else; it "
             f"knows prompts such as: {TINY_PROMPT} (docs/tiny-pipeline.md has all words)"
         )
 

@@ -105,7 +105,7 @@ def _from_prompt(args: argparse.Namespace, output: Path) -> tuple[dict[str, Any]
 
     from cogvideox_torchax.pipelines.port import port_pipeline
 
-    common.hint_at_words(args.prompt)
+    common.hint_at_words(common.TINY_PIPELINE, args.prompt)
     dtype = common.parse_dtype(args.dtype)
     pipe = runtime.without_torchax(CogVideoXPipeline.from_pretrained, common.TINY_PIPELINE, dtype=dtype)
     length, clock, videos = pipe.transformer.config.max_text_seq_length, CompileClock(), []  # of [0, 1]

@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
     lines = list(_lines(Path(args.prompts)))
     if not lines:
         raise ValueError(f"{args.prompts} has no prompts: write one on each line")
+    common.hint_at_words(args.model, *(line["prompt"] for _, line in lines if "prompt" in line))
     image, clip = (
         getattr(args, name) is not None or any(name in line for _, line in lines)
         for name in ("image", "video")

@@ -369,8 +369,10 @@ class _ClipUnit:
         # A generator: `start` is called, and memory may run out, when the results are taken.
         results = memory.retry_tiled_on_oom(self.vae, size, start, say)
         total = len(direction.chunks(self.vae, frames))
+        tile = memory.tile_of(self.vae)
+        title = f"{direction} in tiles of {' x '.join(map(str, tile))}" if tile else direction
         # `_follow` wraps the results in a progress bar; it is None without one.
-        return self._follow(results, total, direction) if self._follow else results
+        return self._follow(results, total, title) if self._follow else results
 
 
 class EncodeClip(_ClipUnit):

@@ -17,7 +17,7 @@ RATE = re.compile(r"[0-9]{1,10}(\.[0-9]{1,10})?(/[0-9]{1,10})?")
 
 def is_many(path: str | Path) -> bool:
     """Return whether a path names many clips: a directory, or a list."""
-    return Path(path).is_dir() or Path(path).suffix in LISTS
+    return Path(path).is_dir() or Path(path).suffix.lower() in LISTS
 
 
 def frame_rate(text: str) -> Fraction:
