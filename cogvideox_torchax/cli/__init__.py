@@ -11,10 +11,11 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 
-from cogvideox_torchax import __version__
+from cogvideox_torchax import __version__, runtime
 from cogvideox_torchax.cli import commands
 from cogvideox_torchax.cli.commands import COMMANDS
 from cogvideox_torchax.cli.options import USER_ERROR, Parser, did_you_mean
+from cogvideox_torchax.runtime.quiet import quiet_libraries
 
 FAILURE = 1
 INTERRUPTED = 130  # a shell's code for a process that Ctrl-C ended
@@ -59,14 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _ended_by_ctrl_c():  # torch is imported in this block
             run = importlib.import_module(f"{__name__}.{args.command}").run
-        from cogvideox_torchax.runtime.quiet import quiet_libraries
-
         quiet_libraries(bars=not args.quiet)  # hides other packages' warnings; `bars` keeps progress bars
-        if args.profile is None:
-            return run(args) or 0
-        from cogvideox_torchax.runtime import profiling  # imports JAX, without which `doctor` works
-
-        with profiling(args.profile):
+        # `profiling` imports JAX, without which `doctor` works.
+        with contextlib.nullcontext() if args.profile is None else runtime.profiling(args.profile):
             return run(args) or 0
     except (KeyboardInterrupt, Exception) as error:
         code = _report_error(error, args)

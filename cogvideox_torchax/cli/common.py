@@ -120,7 +120,6 @@ def config_of(args: argparse.Namespace, fps: Fraction | None = None, **options: 
     # A command may lack some of these options: then the field keeps its default.
     names = ("model", "backend", "dtype", "tiling", "dp", "tp", "frames", "height", "width", "crop")
     fields = {name: getattr(args, name) for name in names if hasattr(args, name)} | options
-    parse_dtype(fields["dtype"])  # raises for an unknown name
     return ClipConfig(**fields, fps=None if fps is None else str(fps))
 
 
