@@ -91,7 +91,9 @@ def _check_prompt(request: stages.Request, model: Model) -> None:
     for name, text in (("--prompt", request.prompt), ("--negative-prompt", request.negative_prompt)):
         count = len(tokenizer(text).input_ids)
         if count > limit:
-            raise RequestError(f"got a {name} of {count} tokens: {model.name} takes {limit}; shorten it")
+            unknown = common.unknown_words(model.name, text)
+            advice = f"it does not know {unknown}" if unknown else "shorten it"
+            raise RequestError(f"got a {name} of {count} tokens: {model.name} takes {limit}; {advice}")
 
 
 @functools.lru_cache(1)  # many prompts are checked by one

@@ -157,7 +157,6 @@ COMMAND = options.Command(
             help="print the plan as JSON, and the rest on stderr",
         ),
     ),
-    {"--tpu": "pass --topology, such as v6e:2x4"},
 )
 
 

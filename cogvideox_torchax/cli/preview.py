@@ -82,6 +82,7 @@ def preview_writer(vae: Any, path: str | Path, say: Callable[[str], None]) -> Ca
     """
     from PIL import Image
 
+    say("preview: fitting a map from latents to colors on the host: for CogVideoX-5b half a minute")
     weights, explained = fit(runtime.host_skeleton(vae))
     say(f"preview: a linear map of latents that explains {explained:.0%} of colors")
 

@@ -18,12 +18,10 @@ import torch
 
 from cogvideox_torchax.files import latents as latent_files, reports
 from cogvideox_torchax.files.extras import needing
+from cogvideox_torchax.files.kinds import PARQUET, SAFETENSORS, SUFFIXES, WEBDATASET
 from cogvideox_torchax.files.latents import Latents, LatentsError
 from cogvideox_torchax.files.whole import whole_file
 
-SAFETENSORS, PARQUET, WEBDATASET = "safetensors", "parquet", "webdataset"
-SUFFIXES = {SAFETENSORS: ".safetensors", PARQUET: ".parquet", WEBDATASET: ".tar"}
-"""By format, the suffix of a shard's file."""
 COLUMNS = {
     latent_files.TENSOR: "vae_latent",
     latent_files.LOGVAR: "vae_logvar",

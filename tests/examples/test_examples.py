@@ -159,6 +159,17 @@ def test_a_notebook_prints_what_pip_changes_and_asks_for_a_restart(
     assert ["restart the session" in line for line in rest] == [True] * restarts
 
 
+@pytest.mark.parametrize("name", ["one_chip", "eight_chips"])
+def test_a_notebook_outside_a_checkout_takes_the_bundled_pipeline_of_the_installed_package(name, capsys):
+    cells = json.loads((EXAMPLES / "notebooks" / f"{name}.ipynb").read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    namespace = {"TINY": True, "CHECKOUT": Path("none"), "Path": Path, "sys": sys}
+    exec(compile(sources[1].partition("print(jax")[0], name, "exec"), namespace)
+    assert (namespace["MODEL"] / "model_index.json").is_file()
+    exec(compile(sources[-1], name, "exec"), namespace)
+    assert capsys.readouterr().out == "The measurement needs a checkout of the repository.\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["one_chip", "eight_chips"])
 def test_a_notebook_of_small_chips_runs_from_top_to_bottom_on_a_cpu(name):
