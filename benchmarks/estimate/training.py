@@ -52,7 +52,6 @@ def gradient_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any) -> Iterator
     `vae` has no weights; it is set to train, and placed on a mesh of more than one device. `job` is the
     video, whose direction is not read; a batch has a video for each device of the mesh's "dp".
     """
-    runtime.enable()
     if mesh.size > 1:
         vae.place_on(mesh)
     trained: Any = vae.train()  # diffusers wraps the next method in a way that pyright cannot follow

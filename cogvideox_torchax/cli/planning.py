@@ -168,7 +168,6 @@ def _requested_network(args: argparse.Namespace, vae: Any, mesh: Any, chip: chip
     """Return the program of the text encoder, of a step, or with `--cache` of each kind of step."""
     from cogvideox_torchax.plan import networks  # needs transformers, as the VAE does not
 
-    runtime.enable()  # as in a run, torchax is on while networks are placed and traced
     counts: Sequence[int] = (1,)
     if args.network == "prompt":
         tokens = networks.transformer_config(args.model).get("max_text_seq_length", 226)  # diffusers' default

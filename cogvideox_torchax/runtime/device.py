@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
@@ -36,6 +37,7 @@ from cogvideox_torchax.runtime.host import (
     PLAIN,
     TPU,
     device_and_dtype,
+    host_array,
     on_host,
     on_jax,
     plain_tensor,
@@ -491,7 +493,10 @@ def to_jax(tensor: torch.Tensor) -> Any:
     """
     if on_jax(tensor):
         return tensor
-    moved = import_torchax().default_env().to_xla(tensor.detach())
+    import jax.numpy as jnp
+
+    # Of a copy of its own, an array takes the memory; `jnp.array` would compile a copy of each shape.
+    moved = import_torchax().interop.torch_view(jnp.asarray(np.array(host_array(tensor), order="C")))
     if moved.numel() <= KNOWN_SIZE and not upstream.is_traced(moved.jax()):
         vars(moved)[KNOWN] = _kept(tensor, moved.dtype)
     return moved
