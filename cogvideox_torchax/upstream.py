@@ -68,38 +68,24 @@ def torchax_is_on() -> bool:
     return any(isinstance(active, mode) for active in stack())
 
 
-def torchax_off() -> contextlib.ExitStack:
-    """Take torchax's modes off this thread's stacks of modes; closing the returned context puts them back."""
+def _turn_torchax_off() -> None:
+    """Take torchax's modes off this thread's stacks of modes, for good."""
     # A thread has two stacks: torch's functions go through the modes on one, and torch's operators through
-    # those on the other. torchax has a mode on each. torch has no public way to take off a mode that is not
-    # the last one, so each stack is emptied, and filled again without torchax's mode.
-    # (torch's module with a stack, its function that returns the stack, torchax's class of modes there)
+    # those on the other. torchax has a mode on each. torch can only take off the last mode.
     stacks = (
         ("torch.overrides", "_get_current_function_mode_stack", "XLAFunctionMode"),
         ("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", "XLADispatchMode"),
     )
-    with contextlib.ExitStack() as restoring:  # if a stack cannot be changed, those before it are put back
-        for owner, modes_function, mode_class in stacks:
-            current_modes, push, pop = (
-                _attribute("torch", owner, name) for name in (modes_function, "_push_mode", "_pop_mode")
-            )
-            old_modes = current_modes()  # a new list, the outermost mode first
-            torchax_mode = _attribute("torchax", "torchax.tensor", mode_class)
-
-            # `restoring` runs this again after the loop, when the loop's variables are those of the last
-            # stack. The default arguments keep the functions of this stack.
-            def replace_modes(
-                modes: list[Any], current_modes: Any = current_modes, push: Any = push, pop: Any = pop
-            ) -> None:
-                for _ in current_modes():
-                    pop()
-                for mode in modes:
-                    push(mode)
-
-            restoring.callback(replace_modes, old_modes)
-            replace_modes([mode for mode in old_modes if not isinstance(mode, torchax_mode)])
-        # The caller closes what is returned. Without `pop_all` the end of this block would close it.
-        return restoring.pop_all()
+    for owner, modes_function, mode_class in stacks:
+        current_modes, push, pop = (
+            _attribute("torch", owner, name) for name in (modes_function, "_push_mode", "_pop_mode")
+        )
+        modes, torchax_mode = current_modes(), _attribute("torchax", "torchax.tensor", mode_class)
+        for _ in modes:
+            pop()
+        for mode in modes:
+            if not isinstance(mode, torchax_mode):
+                push(mode)
 
 
 @contextlib.contextmanager
@@ -219,7 +205,7 @@ def leave_torchax(refuse: Callable[[], None]) -> None:
     # `interop` is the last module that an import of torchax completes. Without it torchax is not in use.
     if "torchax.interop" not in sys.modules:
         return
-    torchax_off()  # off from this call on: only closing the returned context would turn it on again
+    _turn_torchax_off()
     # The tensors that the child has inherited keep their shape, dtype and device, which are properties. Of
     # the methods only `dim` works without JAX, so all others are replaced.
     torchax = sys.modules["torchax"]

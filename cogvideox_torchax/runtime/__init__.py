@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from cogvideox_torchax.runtime.forks import check_not_forked
     from cogvideox_torchax.runtime.gradients import (
         differentiable,
-        differentiated,
         rematerialized,
         wants_gradient,
         without_gradient,
@@ -87,7 +86,6 @@ __all__ = [
     "configure_compile_cache",
     "device_and_dtype",
     "differentiable",
-    "differentiated",
     "dtype_name",
     "feed_weights",
     "fetch_async",
@@ -167,7 +165,6 @@ _MODULES = {
     "forks": ("check_not_forked",),
     "gradients": (
         "differentiable",
-        "differentiated",
         "rematerialized",
         "wants_gradient",
         "without_gradient",

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from cogvideox_torchax.runtime.bridge import array_of, tensor_of, to_jax, to_torch
+from cogvideox_torchax.runtime.bridge import array_of, tensor_of, to_jax
 from cogvideox_torchax.runtime.device import RandomInTraceError
 from cogvideox_torchax.runtime.floats import traced_floats
 from cogvideox_torchax.runtime.gradients import without_gradient
@@ -234,7 +234,8 @@ def run_method(
             reason = str(error)
     if reason is not None:
         warn_once(model, f"{name}: {type(model).__name__} runs operation by operation, since {reason}")
-        result = _run_by_operation(model, method, (args, kwargs), placed)
+        with _inside_method():
+            result = method(model, *args, **kwargs)
     # Each tensor of the result raises in a backward pass. Otherwise the pass could end at the result without
     # an error, and leave gradients out.
     why = f"on JAX the {name} has no gradients"
@@ -344,45 +345,6 @@ def _without_gradient(model: nn.Module, leaves: list[Any], why: str, tensor: tor
     # The copy that `to_jax` makes of an argument on the host requires no gradient by itself.
     x = x if on_jax(x) else to_jax(x).requires_grad_()
     return without_gradient(model, x, tensor.detach(), why)
-
-
-def _run_by_operation(
-    model: nn.Module, method: Method, arguments: tuple[tuple[Any, ...], dict[str, Any]], placed: list[Any]
-) -> Any:
-    """Run a method operation by operation, and copy into the caller's tensors what it writes into them.
-
-    Args:
-        arguments: the caller's (args, kwargs).
-        placed: their leaves, with arrays on the program's devices in the place of tensors.
-
-    Raises:
-        ValueError: the method changes a container among its arguments, which is a copy of the caller's.
-    """
-    leaves, structure = pytree.tree_flatten(arguments)
-    # By id, each of the caller's tensors, which may occur twice, and its array on the program's devices.
-    tensors = {
-        id(leaf): (leaf, array) for leaf, array in zip(leaves, placed, strict=True) if _is_tensor(leaf)
-    }
-    if all(on_jax(tensor) and array_of(tensor) is array for tensor, array in tensors.values()):
-        # All tensors are on the program's devices already, so the method gets the caller's own arguments.
-        args, kwargs = arguments
-        with _inside_method():
-            return method(model, *args, **kwargs)
-    # By the id of a caller's tensor, the tensor on the program's devices that the method gets in its place.
-    stand_ins = {key: tensor_of(array) for key, (_tensor, array) in tensors.items()}
-    new_leaves: list[Any] = [stand_ins.get(id(leaf), leaf) for leaf in leaves]
-    args, kwargs = pytree.tree_unflatten(new_leaves, structure)
-    with _inside_method():
-        result = method(model, *args, **kwargs)
-    if not _is_unchanged((args, kwargs), new_leaves, structure):
-        raise ValueError(
-            f"{type(model).__name__} changes a container among its arguments: pass tensors on JAX"
-        )
-    for key, (tensor, array) in tensors.items():
-        stand_in = stand_ins[key]
-        if array_of(stand_in) is not array:  # the method has written into it
-            tensor.copy_(stand_in if on_jax(tensor) else to_torch(stand_in))
-    return result
 
 
 _WARNED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()

@@ -61,11 +61,6 @@ class _Differentiated(torch.autograd.Function):
         return None, None, *map(tensor_of, pull_back(array_of(gradient)))
 
 
-def differentiated(function: Function, *tensors: torch.Tensor) -> torch.Tensor:
-    """Call a JAX function on torchax tensors; the result has gradients for tensors that require them."""
-    return _Differentiated.apply(function, None, *tensors)  # pyright: ignore[reportReturnType]
-
-
 def differentiable(
     function: Callable[[dict[str, Any], Any], Any],
     network: nn.Module,
