@@ -14,10 +14,10 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import torch
 
 from benchmarks.pages import ROOT, keep
+from benchmarks.plan import networks
+from benchmarks.plan.chips import GIB
 from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.pipelines.cache_options import config_of
-from cogvideox_torchax.plan import networks
-from cogvideox_torchax.plan.chips import GIB
 from cogvideox_torchax.vae.tolerances import psnr
 from tests import small_pipelines
 

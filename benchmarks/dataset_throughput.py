@@ -19,9 +19,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from benchmarks.pages import keep
+from benchmarks.pages import DEMO_MODEL, keep
 from cogvideox_torchax import runtime
-from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.dataset import Clip, ClipConfig, EncodeClip, sources
 from cogvideox_torchax.dataset.directory import LatentDirectory
 from tests.dataset.conftest import write_clip

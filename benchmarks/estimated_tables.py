@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks import calibration
-from benchmarks.estimate.command import CASES, parsed
 from benchmarks.pages import RESULTS, ROOT, STAR, estimate, estimates, kept
+from benchmarks.plan.chips import CHIPS, GIB
+from benchmarks.plan.command import CASES, parsed
+from benchmarks.plan.networks import STEPS
 from cogvideox_torchax.files.reports import pyplot, save_figure, table
-from cogvideox_torchax.plan.chips import CHIPS, GIB
-from cogvideox_torchax.plan.networks import STEPS
 
 PARTS = {
     "pipeline-2b-v6e-1": ("network-prompt-v6e-1", "network-step-2b-v6e-1", "plan-v6e-1-decode-torchax"),

@@ -6,9 +6,9 @@ from typing import Any
 from benchmarks import runs
 from benchmarks.jobs import Size
 from benchmarks.pages import RESULTS, ROOT, estimate, kept
+from benchmarks.plan.chips import GIB
 from benchmarks.report import beside
 from cogvideox_torchax.files.reports import load, pyplot, save_figure, table
-from cogvideox_torchax.plan.chips import GIB
 
 COMPILED_VIDEOS = "decode 49 x 480 x 720", "encode 49 x 480 x 720", "decode 49 x 768 x 1360"
 """The videos of the rows of `compile_times`."""

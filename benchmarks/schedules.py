@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 import jax_kernels
-from benchmarks.estimate.chips import CHIPS
-from benchmarks.estimate.programs import estimate_function
 from benchmarks.pages import keep
+from benchmarks.plan.chips import CHIPS
+from benchmarks.plan.programs import estimate_function
 
 LARGE, MEDIUM, SMALL, SMALLEST = (480, 720), (240, 360), (120, 180), (60, 90)
 CONVOLUTIONS = {

@@ -19,7 +19,7 @@ from cogvideox_torchax import __version__
 
 COMMANDS = (
     *("doctor", "demo", "encode", "decode", "pack", "reconstruct", "generate"),
-    *("compile", "verify", "plan", "completion"),
+    *("compile", "verify", "completion"),
 )
 """Names of the commands' modules. They import torch, so only `parser` imports them."""
 USER_ERROR = 2

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from cogvideox_torchax.runtime.layers import profiling
     from cogvideox_torchax.runtime.memory import (
         free_memory,
-        host_peak_bytes,
         of_several_processes,
         out_of_memory,
     )
@@ -96,7 +95,6 @@ __all__ = [
     "forget_programs",
     "free_memory",
     "host_array",
-    "host_peak_bytes",
     "host_skeleton",
     "is_enabled",
     "is_in_host_memory",
@@ -186,7 +184,6 @@ _MODULES = {
     "layers": ("profiling",),
     "memory": (
         "free_memory",
-        "host_peak_bytes",
         "of_several_processes",
         "out_of_memory",
     ),

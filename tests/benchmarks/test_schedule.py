@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.estimate import chips, programs, schedule
-from benchmarks.estimate.hlo import instructions
+from benchmarks.plan import chips, programs, schedule
+from benchmarks.plan.hlo import instructions
 from tests.processes import printed_by
 
 CHIP = chips.CHIPS["v6e"]
@@ -229,7 +229,7 @@ KERNEL = """
 import functools
 import jax, jax.numpy as jnp, numpy as np, os, sys
 from jax.experimental import pallas as pl
-from benchmarks.estimate import chips, schedule
+from benchmarks.plan import chips, schedule
 
 def body(x, w, o, *, trips):
     def step(i, sums):
@@ -243,14 +243,14 @@ def run(x, w):
                           out_specs=block, out_shape=x, name="looped")(x, w)
 
 topology = sys.argv[1]
-device = chips.topology_devices(topology)[0]
+device = chips.topology_devices(topology, schedules=True)[0]
 placed = jax.sharding.SingleDeviceSharding(device)
 for GRID, TRIPS in ((4, 5), (8, 5), (4, 10)):
     shapes = ((128 * GRID, 256), (256, 256))
     structs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=placed) for shape in shapes]
     with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("d",))):
         lowered = jax.jit(lambda x, w: run(x, w)).lower(*structs)
-    _, found = schedule.compile_with_schedules(lowered, chips.CHIPS[topology.partition(":")[0]])
+    _, found = schedule.compile_with_schedules(lowered, chips.chip_of(topology).delay_slots)
     (one,) = found.values()
     print(one.cycles)
 assert not list(chips.dump_directory().iterdir())

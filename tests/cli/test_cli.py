@@ -433,11 +433,6 @@ WRONG = {
         ("decode", "größe 猫.st", *DECODE[2:]),
         "no file or directory gr",
     ),
-    "no chips": (
-        lambda: None,
-        ("plan", "--topology", "v6e:0x1", "--no-advice"),
-        "a colon and a grid, such as v6e:2x4",
-    ),
     "a mesh for many clips": (lambda: None, ("encode", ".", "-o", "new", "--tp", 2), "runs on one device"),
     "a seed for no sample": (lambda: None, ("encode", ".", *ENCODE[2:], "--seed", 3), "add --keep sample"),
 }
@@ -450,7 +445,7 @@ def test_wrong_input_is_one_line_exit_code_2_and_no_output(latent_file, refused,
 
     prepare()
     before = files()
-    options = () if arguments[0] in ("plan", "generate") else ("--backend", "torch", "--quiet")
+    options = () if arguments[0] == "generate" else ("--backend", "torch", "--quiet")
     assert words in refused(*arguments, *options)
     assert files() == before
 
@@ -506,7 +501,6 @@ WRONG_ARGUMENTS = {
     "a generator": ("generate --generator 2", "there is no option --generator: pass --seed"),
     "an argument of a pipeline's call": ("generate --eta 0.5", "--eta: port(pipeline) and a call in Python"),
     "a size": ("encode a.mp4 --size 16x16", "--size: pass --height and --width"),
-    "a TPU": ("plan --tpu v6e-8", "--tpu: pass --topology"),
     "an argument near another": ("generate --control_image x", "--control_image: port(pipeline) and a call"),
     "a name with letters in common": ("generate --device cuda", "error: there is no option --device"),
     "a swapped letter": ("generate --promtp x", "no option --promtp: did you mean --prompt?"),

@@ -24,11 +24,12 @@ from diffusers import (
 from diffusers.models.autoencoders.vae import DecoderOutput
 from diffusers.pipelines.cogvideo import pipeline_cogvideox
 
+from benchmarks.plan.networks import step_tensors
 from cogvideox_torchax import make_mesh, port, runtime, upstream
 from cogvideox_torchax.pipelines import known, layers
 from cogvideox_torchax.pipelines.port import _check_image_channels
 from cogvideox_torchax.pipelines.scheduler import NonFiniteError, port_scheduler
-from cogvideox_torchax.pipelines.transformer import TransformerStep, step_tensors
+from cogvideox_torchax.pipelines.transformer import TransformerStep
 from cogvideox_torchax.runtime.stock import change_in
 from cogvideox_torchax.vae.tolerances import relative_error
 from examples.small_pipeline import SENTENCES

@@ -8,6 +8,7 @@ one of diffusers' caches, which reuse a step's results in later steps; `cache` i
 
 import functools
 import importlib
+import inspect
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,23 +16,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import T5Config, T5EncoderModel
 
+from benchmarks.plan import videos
+from benchmarks.plan.chips import GIB, Chip, PlanError
+from benchmarks.plan.programs import Work
 from cogvideox_torchax import runtime
 from cogvideox_torchax.files.models import INDEX, locate, read_json
 from cogvideox_torchax.pipelines.cache_options import config_of
 from cogvideox_torchax.pipelines.eight_bits import Weights, quantize
 from cogvideox_torchax.pipelines.known import port_network
-from cogvideox_torchax.pipelines.networks import KnownNetwork, TensorSpecs
-from cogvideox_torchax.pipelines.text_encoder import prompt_tensors
-from cogvideox_torchax.pipelines.transformer import CachedStep, step_tensors
-from cogvideox_torchax.plan import jobs
-from cogvideox_torchax.plan.chips import GIB, Chip, PlanError
-from cogvideox_torchax.plan.programs import Work
+from cogvideox_torchax.pipelines.networks import KnownNetwork
+from cogvideox_torchax.pipelines.transformer import CachedStep
 from cogvideox_torchax.runtime.places import describes_one_input
 from cogvideox_torchax.sharding import Parallel
 
@@ -59,6 +60,9 @@ TEXT_ENCODER: dict[str, Any] = {
     "feed_forward_proj": "gated-gelu",
 }
 """Config of T5 v1.1 XXL's encoder, which all published pipelines have."""
+
+TensorSpecs = dict[str, Any]
+"""(shape, JAX dtype) of each argument of a program, or a tuple of such pairs, by name."""
 
 STEPS = 50
 """Denoising steps of a whole video, diffusers' default."""
@@ -88,7 +92,7 @@ def weightless_transformer(model: str, dtype: torch.dtype, weights: Weights | No
             f"{model} has no transformer: give a whole pipeline, or one of {', '.join(TRANSFORMERS)}"
         )
     network_class = transformer_class(model, config)
-    return _ported(jobs.build(lambda: network_class.from_config(config), dtype, "meta"), weights)
+    return _ported(videos.build(lambda: network_class.from_config(config), dtype, "meta"), weights)
 
 
 def _ported(network: Any, weights: Weights | None) -> Any:
@@ -122,12 +126,12 @@ def transformer_class(model: str, config: dict[str, Any]) -> Any:
 
 def transformer(config: dict[str, Any], dtype: torch.dtype, device: str = "meta") -> Any:
     """Return diffusers' transformer with random weights, or with none on the device "meta"."""
-    return jobs.build(lambda: CogVideoXTransformer3DModel.from_config(config), dtype, device)
+    return videos.build(lambda: CogVideoXTransformer3DModel.from_config(config), dtype, device)
 
 
 def text_encoder(config: dict[str, Any], dtype: torch.dtype, device: str = "meta") -> Any:
     """Return the text encoder of a T5 config with random weights, or with none on the device "meta"."""
-    return jobs.build(lambda: T5EncoderModel(T5Config(**config)), dtype, device)
+    return videos.build(lambda: T5EncoderModel(T5Config(**config)), dtype, device)
 
 
 def transformer_config(model: str) -> dict[str, Any]:
@@ -190,9 +194,7 @@ def step_work(
     # 0 leaves the FLOPs to the compiler's count. PyTorch's would include the layers that the cache skips.
     flops = 0.0 if cache else _counted_flops(network, tensors) / mesh.size
     network.place_on(mesh, parallel, chip and chip.memory)  # None without a chip
-    # The program of a network of another class than CogVideoX's names its inputs by numbers. Then the new
-    # `tensors` have these names.
-    program, tensors = network.described_program(tensors)
+    program, tensors = described_program(network, tensors)
     previous_tensors = None
     kept_bytes = 0
     if cache is not None:
@@ -217,6 +219,57 @@ def step_work(
         parallel=str(network.parallelism),
         kept_bytes=kept_bytes,
     )
+
+
+def described_program(network: Any, tensors: TensorSpecs) -> tuple[Any, TensorSpecs]:
+    """Return the program of a call of a ported network, and the specs of the program's inputs, by name.
+
+    The program of a network that is not stock, or of another class than CogVideoX's, names its inputs by
+    numbers.
+    """
+    program = network.program if isinstance(network, KnownNetwork) else None
+    if program is not None:
+        return program, tensors
+    stock: Any = type(network).__bases__[-1]  # `port` puts the mixin before the stock class
+    parameters = inspect.signature(stock.forward).parameters
+    # Classes of diffusers return an object unless they are asked for a tuple of tensors.
+    options = {"return_dict": False} if "return_dict" in parameters else {}
+    return runtime.method_program(network, stock.forward, tensors, network.placement, **options)
+
+
+def step_tensors(
+    transformer: Any, *, batch: int, frames: int, height: int, width: int, text: int | None = None
+) -> TensorSpecs:
+    """Return the (shape, JAX dtype) of each input of a denoising step, by name.
+
+    Args:
+        transformer: a transformer of any class, with weights or without.
+        batch: number of videos; with guidance each counts as two.
+        frames, height, width: size of the latents.
+        text: number of tokens of a prompt; None for the model's limit.
+    """
+    # The config of a class that is not diffusers' may lack these two; None is their default.
+    config = {"patch_size_t": None, "ofs_embed_dim": None, **transformer.config}
+    dtype = runtime.jax_dtype(transformer.dtype)
+    patch_embed: Any = getattr(transformer, "patch_embed", None)
+    text = text or config["max_text_seq_length"]
+    tensors: TensorSpecs = {
+        "hidden_states": ((batch, frames, config["in_channels"], height, width), dtype),
+        "encoder_hidden_states": ((batch, text, config["text_embed_dim"]), dtype),
+        "timestep": ((batch,), jnp.int32),
+    }
+    patch = config["patch_size"]
+    patch_t = config["patch_size_t"] or 1  # None: a patch has one frame
+    patches = frames // patch_t * (height // patch) * (width // patch)
+    if config["use_rotary_positional_embeddings"]:
+        table = ((patches, config["attention_head_dim"]), jnp.float32)
+        tensors["image_rotary_emb"] = (table, table)  # cosines and sines
+    elif isinstance(transformer, KnownNetwork) and patch_embed.needs_table(height, width, frames):
+        # Only a ported transformer takes positions as an input, where its own table does not fit.
+        tensors["positions"] = ((1, text + patches, patch_embed.embed_dim), jnp.float32)
+    if config["ofs_embed_dim"]:
+        tensors["ofs"] = ((1,), dtype)
+    return tensors
 
 
 def _counted_flops(network: Any, tensors: TensorSpecs) -> int:
@@ -283,6 +336,11 @@ def _device_bytes(structs: Any) -> int:
         * struct.dtype.itemsize
         for struct in jax.tree.leaves(structs)
     )
+
+
+def prompt_tensors(*, batch: int, text: int) -> TensorSpecs:
+    """Return the (shape, JAX dtype) of the encoder's input, for `batch` prompts of `text` tokens each."""
+    return {"input_ids": ((batch, text), jnp.int32)}
 
 
 def prompt_work(

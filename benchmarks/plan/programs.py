@@ -1,25 +1,24 @@
-"""The estimated time of one program: XLA's products and moves, schedules of Pallas kernels, collectives.
+"""The figures of a compiled program: memory, work, communication, and for a TPU its estimated time.
 
-Every instruction of the compiled text has the compiler's own `estimated_cycles`. They are taken for products
-and convolutions alone: for instructions that only move data they are 2.5 to 4 times what published programs
-take, so these count by their bytes. A Pallas kernel has its final schedule, and communication is timed by the
-links.
+Every instruction of a TPU's compiled text has the compiler's own `estimated_cycles`. They are taken for XLA's
+products and convolutions alone: for instructions that only move data they are 2.5 to 4 times what published
+programs take, so these count by their bytes. A Pallas kernel has its final schedule, and communication is
+timed by the links.
 """
 
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
 
-from benchmarks.estimate.chips import CHIPS, REACHED, Chip, topology_devices
-from benchmarks.estimate.hlo import TimedInstruction, instructions, times_run
-from benchmarks.estimate.links import Links
-from benchmarks.estimate.schedule import Schedule, compile_with_schedules
-from cogvideox_torchax.plan.programs import ProgramPlan, Work, program_rows, read_program
+from benchmarks.plan.chips import GIB, REACHED, TPU, Chip, chip_of, topology_devices
+from benchmarks.plan.hlo import Instruction, Traffic, collectives, instructions, times_run
+from benchmarks.plan.links import Links
+from benchmarks.plan.schedule import Schedule, compile_afresh, compile_with_schedules
 from cogvideox_torchax.sharding import make_mesh
 
 PRODUCTS, MOVES, SCHEDULED, STREAMED = "products", "moves", "kernels", "kernels by bytes"
@@ -29,6 +28,31 @@ PRODUCTS, MOVES, SCHEDULED, STREAMED = "products", "moves", "kernels", "kernels 
 `MOVES` are all others of XLA, by bytes over the bandwidth that is reached. Kernels are `SCHEDULED` or
 `STREAMED`, by what takes longer: the schedule, or the bytes.
 """
+
+
+@dataclass(frozen=True)
+class Work:
+    """A program to plan, or to run.
+
+    Attributes:
+        name, frames: as in `ProgramPlan`.
+        lower: lowers the program for arrays, or for `jax.ShapeDtypeStruct`s of their shapes.
+        structs: returns the structs that `lower` takes: of the weights, of the inputs and, if there is one,
+            of the cache.
+        flops: a device's FLOPs by another count than the compiler's, which lacks those of most Pallas
+            kernels; 0 for no other count.
+    """
+
+    name: str
+    frames: int
+    lower: Callable[..., Any]
+    structs: Callable[[], tuple[Any, ...]]
+    flops: float = 0.0
+
+    def lowered(self, mesh: Any) -> Any:
+        """Lower the program for a mesh, whose devices tell the kernels the kind of chip."""
+        with jax.set_mesh(mesh):
+            return self.lower(*self.structs())
 
 
 @dataclass(frozen=True)
@@ -51,6 +75,50 @@ class KernelTime:
     seconds: float
     unknown: int
     assumed_branches: int
+
+
+@dataclass
+class ProgramPlan:
+    """The compiler's figures for one program, per device.
+
+    Attributes:
+        name: the program's name: "first" or "later" for a chunk's, "step" or "prompt" for a pipeline's.
+        frames: number of input frames; of tokens for a prompt.
+        flops: FLOPs, a multiply-add as two; of the Pallas kernels only those that state theirs count.
+        bytes_accessed: bytes read from and written to the chip's memory, without most Pallas kernels'.
+        kernels: number of Pallas kernels in the program.
+        argument_bytes, temp_bytes, output_bytes: memory of arguments, temporaries and results; a cache that
+            is donated counts as an argument alone.
+        collectives: the collectives by their kind.
+        compile_seconds: seconds to compile on this machine.
+        text: the compiled program's text.
+    """
+
+    name: str
+    frames: int
+    flops: float
+    bytes_accessed: float
+    kernels: int
+    argument_bytes: int
+    temp_bytes: int
+    output_bytes: int
+    collectives: dict[str, Traffic]
+    compile_seconds: float
+    text: str = field(default="", repr=False)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.argument_bytes + self.temp_bytes + self.output_bytes
+
+    def floor_seconds(self, chip: Chip) -> float:
+        """Return the floor of the time: FLOPs or bytes over the chip's peak, whichever takes longer."""
+        return max(self.flops / chip.flops, self.bytes_accessed / chip.bandwidth)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures for `json.dumps`, with the peak and without the text."""
+        values = asdict(self)
+        del values["text"]
+        return values | {"peak_bytes": self.peak_bytes}
 
 
 @dataclass(kw_only=True)
@@ -88,11 +156,15 @@ class TimedPlan(ProgramPlan):
         return jax.tree.map(_known, super().as_json() | times)
 
 
-def estimate_program(work: Work, mesh: Any, chip: Chip) -> TimedPlan:
-    """Lower the program of `work` over a mesh of simulated chips, compile it, and return its figures."""
+def compile_program(work: Work, mesh: Any, chip: Chip | None = None) -> Any:
+    """Lower and compile a program for a mesh of simulated chips; return its figures by `read_program`."""
     start = time.perf_counter()
-    compiled, schedules = compile_with_schedules(work.lowered(mesh), chip)  # schedules of the Pallas kernels
-    return read_times(work, compiled, chip, time.perf_counter() - start, schedules)
+    lowered, schedules = work.lowered(mesh), {}
+    if isinstance(chip, TPU):
+        compiled, schedules = compile_with_schedules(lowered, chip.delay_slots)
+    else:
+        compiled = compile_afresh(lowered)
+    return read_program(work, compiled, time.perf_counter() - start, chip, schedules)
 
 
 def estimate_function(function: Any, topology: str, inputs: Any, name: str, frames: int) -> TimedPlan:
@@ -100,28 +172,51 @@ def estimate_function(function: Any, topology: str, inputs: Any, name: str, fram
 
     `inputs` are structs of its arguments, with `shape` and `dtype`; `name` and `frames` are as for `Work`.
     """
-    mesh = make_mesh(1, 1, devices=topology_devices(topology)[:1])
+    mesh = make_mesh(1, 1, devices=topology_devices(topology, schedules=True)[:1])
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), inputs)
-    return estimate_program(
-        Work(name, frames, function.lower, lambda: placed), mesh, CHIPS[topology.partition(":")[0]]
-    )
+    return compile_program(Work(name, frames, function.lower, lambda: placed), mesh, chip_of(topology))
 
 
-def read_times(
+def read_program(
     work: Work,
     compiled: Any,
-    chip: Chip,
     compile_seconds: float,
-    schedules: Mapping[str, Schedule],
-) -> TimedPlan:
-    """Return the figures and the times of a compiled program, the result of `.compile()`.
+    chip: Chip | None = None,
+    schedules: Mapping[str, Schedule] | None = None,
+) -> ProgramPlan:
+    """Return the figures of `compiled`, the program of `work` in JAX's compiled form; of a TPU a `TimedPlan`.
 
     `schedules` has the schedules of its Pallas kernels, by their instructions' names; the time of a kernel
     without one is not known.
     """
-    plan = read_program(work, compiled, compile_seconds)
-    found = list(instructions(plan.text))
+    text = compiled.as_text()  # XLA's HLO
+    found = list(instructions(text))
+    # A compiler for GPUs counts no work.
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    plan = ProgramPlan(
+        name=work.name,
+        frames=work.frames,
+        # The compiler's count lacks the FLOPs of most Pallas kernels, and `work.flops` may be 0.
+        flops=max(cost.get("flops", 0.0), work.flops),
+        bytes_accessed=cost.get("bytes accessed", 0.0),
+        kernels=sum(instruction.is_kernel for instruction in found),
+        argument_bytes=memory.argument_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        # A result in the memory of a donated argument ("alias") is not counted again: it is in
+        # `argument_bytes`.
+        output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        collectives=collectives(found),
+        compile_seconds=compile_seconds,
+        text=text,
+    )
+    return _timed(plan, found, compiled, chip, schedules or {}) if isinstance(chip, TPU) else plan
+
+
+def _timed(
+    plan: ProgramPlan, found: list[Instruction], compiled: Any, chip: TPU, schedules: Mapping[str, Schedule]
+) -> TimedPlan:
+    """Return a plan with the times of the program's instructions, `found`."""
     times = instruction_times(found, chip, schedules)
     runs = times_run(found)  # how often each computation runs
     shares: Any = Counter()
@@ -142,7 +237,7 @@ def read_times(
 
 
 def _collective_seconds(
-    found: list[TimedInstruction], compiled: Any, chip: Chip, times: Mapping[str, tuple[str, float]]
+    found: list[Instruction], compiled: Any, chip: TPU, times: Mapping[str, tuple[str, float]]
 ) -> dict[str, float]:
     """Return the seconds that a program waits for collectives, by kind.
 
@@ -158,12 +253,12 @@ def _collective_seconds(
 
 
 def instruction_times(
-    found: Sequence[TimedInstruction], chip: Chip, schedules: Mapping[str, Schedule]
+    found: Sequence[Instruction], chip: TPU, schedules: Mapping[str, Schedule]
 ) -> dict[str, tuple[str, float]]:
     """Return, by an instruction's name, what one run of it is bound by, and its seconds.
 
     Instructions without an estimate of the compiler take no time: parameters, the insides of fusions.
-    Collectives are not in it. `schedules` is as for `read_times`.
+    Collectives are not in it. `schedules` is as for `read_program`.
     """
     # Names of the computations that contain a convolution.
     convolving = {instruction.computation for instruction in found if instruction.op == "convolution"}
@@ -184,11 +279,11 @@ def instruction_times(
 
 
 def kernel_times(
-    found: list[TimedInstruction], chip: Chip, schedules: Mapping[str, Schedule]
+    found: list[Instruction], chip: TPU, schedules: Mapping[str, Schedule]
 ) -> dict[str, KernelTime]:
     """Return the summed times of a program's Pallas kernels by name, without the number of each.
 
-    `schedules` is as for `read_times`.
+    `schedules` is as for `read_program`.
     """
     runs = times_run(found)  # how often each computation runs
     total: dict[str, KernelTime] = {}
@@ -210,7 +305,7 @@ def kernel_times(
     return total
 
 
-def _kernel_seconds(kernel: TimedInstruction, chip: Chip, schedule: Schedule | None) -> tuple[float, float]:
+def _kernel_seconds(kernel: Instruction, chip: TPU, schedule: Schedule | None) -> tuple[float, float]:
     """Return the seconds of one run of a kernel: (by its bytes in memory, by its schedule).
 
     The second is NaN if `schedule` is None, not known. No schedule runs its products faster than the units'
@@ -225,26 +320,11 @@ def _known(value: Any) -> Any:
     return None if value != value else value
 
 
-# What is printed
-
-
-def timed_rows(plan: TimedPlan, chip: Chip) -> dict[str, Any]:
-    shares = ", ".join(
-        f"{kind} {100 * seconds / plan.seconds:.0f} %" for kind, seconds in plan.shares.items()
-    )
-    rows = program_rows(plan, chip) | {
-        "estimate ms": 1e3 * plan.seconds,
-        "floor over estimate": f"{100 * plan.floor_s / plan.seconds:.0f} %",
-        "time goes to": shares,
-    }
-    rows |= {f"kernel {name} ms": _kernel_cell(kernel) for name, kernel in plan.kernel_times.items()}
-    if moves := plan.shares.get(MOVES):
-        rows["moves ms"] = f"{1e3 * moves:.2f}, by the compiler's cycles {1e3 * plan.compiler_moves_s:.2f}"
-    if plan.open_loops:
-        rows["loops of unknown length"] = f"{plan.open_loops}: counted once"
-    if plan.collective_seconds:
-        rows["waiting for collectives ms"] = 1e3 * sum(plan.collective_seconds.values())
-    return rows
+def peak_bytes(plans: Sequence[ProgramPlan], other_weights: Sequence[int] = ()) -> int:
+    """Return the peak memory of a device that runs the programs one after the other."""
+    # For each program, the bytes of other networks' weights on its device; empty for none.
+    others = other_weights or (0,) * len(plans)
+    return max(plan.peak_bytes + other for plan, other in zip(plans, others, strict=True))
 
 
 def times(counts: Sequence[int], plans: Sequence[TimedPlan]) -> dict[str, float]:
@@ -257,6 +337,49 @@ def times(counts: Sequence[int], plans: Sequence[TimedPlan]) -> dict[str, float]
     together = sum(count * plan.seconds_with_collectives for count, plan in runs)
     times = {"estimate_s": alone, "collectives_s": together - alone, "with_collectives_s": together}
     return {name: _known(seconds) for name, seconds in times.items()}
+
+
+# What is printed
+
+
+def program_rows(plan: ProgramPlan, chip: Chip | None) -> dict[str, Any]:
+    """Return the rows of a program's printed table, by name; with a chip one row is the floor of the time."""
+    rows: dict[str, Any] = {
+        "TFLOP": plan.flops / 1e12,
+        "GB moved": plan.bytes_accessed / 1e9 or "not counted",
+        "arguments GiB": plan.argument_bytes / GIB,
+        "temporaries GiB": plan.temp_bytes / GIB,
+        "results GiB": plan.output_bytes / GIB,
+        "compiled in s": plan.compile_seconds,
+    }
+    if chip and plan.bytes_accessed:
+        rows["floor ms (FLOPs and bytes over peaks)"] = 1e3 * plan.floor_seconds(chip)
+    if plan.kernels:
+        rows["Pallas kernels"] = plan.kernels
+    for kind, traffic in plan.collectives.items():
+        sizes = (size / 2**20 for size in (traffic.bytes, traffic.largest))
+        rows[kind] = "{} of {:.2f} MiB, the largest {:.2f}".format(traffic.count, *sizes)
+    # The seconds are 0 where the compiler estimates none.
+    return rows | _time_rows(plan) if isinstance(plan, TimedPlan) and plan.seconds else rows
+
+
+def _time_rows(plan: TimedPlan) -> dict[str, Any]:
+    shares = ", ".join(
+        f"{kind} {100 * seconds / plan.seconds:.0f} %" for kind, seconds in plan.shares.items()
+    )
+    rows: dict[str, Any] = {
+        "estimate ms": 1e3 * plan.seconds,
+        "floor over estimate": f"{100 * plan.floor_s / plan.seconds:.0f} %",
+        "time goes to": shares,
+        **{f"kernel {name} ms": _kernel_cell(kernel) for name, kernel in plan.kernel_times.items()},
+    }
+    if moves := plan.shares.get(MOVES):
+        rows["moves ms"] = f"{1e3 * moves:.2f}, by the compiler's cycles {1e3 * plan.compiler_moves_s:.2f}"
+    if plan.open_loops:
+        rows["loops of unknown length"] = f"{plan.open_loops}: counted once"
+    if plan.collective_seconds:
+        rows["waiting for collectives ms"] = 1e3 * sum(plan.collective_seconds.values())
+    return rows
 
 
 def _kernel_cell(kernel: KernelTime) -> str:

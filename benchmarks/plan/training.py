@@ -5,7 +5,6 @@ checkpointing). A torch loop runs the same chunks one after another. Its optimiz
 beside the weights; its update is not compiled.
 """
 
-import argparse
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -14,36 +13,12 @@ from typing import Any
 
 import jax
 
-from benchmarks.estimate import chips
+from benchmarks.plan.chips import GIB
+from benchmarks.plan.programs import ProgramPlan, Work
+from benchmarks.plan.videos import Job
 from cogvideox_torchax import runtime
-from cogvideox_torchax.cli import common
-from cogvideox_torchax.cli.planning import PlanRequest
-from cogvideox_torchax.plan.chips import GIB
-from cogvideox_torchax.plan.jobs import Job, weightless_vae
-from cogvideox_torchax.plan.programs import ProgramPlan, Work
-from cogvideox_torchax.sharding import make_mesh
-from cogvideox_torchax.vae.directions import ENCODE, Direction
+from cogvideox_torchax.vae.directions import Direction
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
-
-MOMENTS = 2
-"""Number of moments that AdamW keeps of each weight, in float32."""
-FLOAT32_BYTES = 4
-
-
-def requested(args: argparse.Namespace) -> PlanRequest:
-    """Return the programs of a training step, for a video of the size that the options of `plan` give."""
-    vae = weightless_vae(args.model, common.parse_dtype(args.dtype))
-    mesh = make_mesh(args.dp, args.tp, devices=chips.topology_devices(args.topology))
-    job = Job(ENCODE, args.frames, args.height, args.width)  # planned in both directions
-    moments = MOMENTS * FLOAT32_BYTES * sum(math.prod(weight.shape) for weight in vae.parameters())
-    return PlanRequest(
-        works=list(gradient_works(vae, job, mesh)),
-        counts=(1, 1),
-        mesh=mesh,
-        chip=chips.CHIPS[args.topology.partition(":")[0]],
-        about={"network": "train-step: the gradients of every weight", "optimizer_GiB": moments / GIB},
-        job={"network": "train-step", "frames": job.frames, "height": job.height, "width": job.width},
-    )
 
 
 def gradient_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any) -> Iterator[Work]:
@@ -81,16 +56,19 @@ def gradient_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any) -> Iterator
         yield Work(f"train {direction}", sum(lengths), jax.jit(gradients).lower, structs)
 
 
-def memory(request: PlanRequest, plans: Sequence[ProgramPlan], chip: chips.Chip) -> dict[str, Any]:
-    """Return the memory of a training step per device, and whether it fits, by the names that are printed.
+def optimizer_bytes(vae: AutoencoderKLCogVideoX) -> int:
+    """Return the bytes of AdamW's moments: two of each weight, in float32."""
+    return 2 * 4 * sum(math.prod(weight.shape) for weight in vae.parameters())
+
+
+def memory(plans: Sequence[ProgramPlan]) -> dict[str, float]:
+    """Return the memory of a training step per device beside the optimizer's, by the names that are printed.
 
     The encoder's activations stay in memory for its backward pass while the decoder runs: a step takes at
     most the temporaries of both programs together.
     """
-    parts = {
+    return {
         "weights_and_inputs_GiB": sum(plan.argument_bytes for plan in plans) / GIB,
         "temporaries_GiB_at_most": sum(plan.temp_bytes for plan in plans) / GIB,
         "gradients_GiB": sum(plan.output_bytes for plan in plans) / GIB,
     }
-    peak = sum(parts.values()) + request.about["optimizer_GiB"]
-    return parts | {"peak_memory_GiB": peak, "fits": peak * GIB <= chip.memory}

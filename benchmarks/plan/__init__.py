@@ -1,0 +1,1 @@
+"""What programs would take on chips that are not there: memory, work, communication, and times on TPUs."""
