@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import ops
 from benchmarks.jobs import Budget, Size, spread
 from benchmarks.loading import Case, Run, load, mesh
-from benchmarks.plan import chips, networks, programs, training, videos
+from benchmarks.plan import chips, networks, programs, videos
 from benchmarks.plan.programs import Work
 from benchmarks.report import host_peak_bytes
 from cogvideox_torchax import runtime
@@ -236,4 +236,4 @@ def works(case: Case, devices: Any, chip: chips.Chip) -> Iterable[Work]:
     vae = videos.weightless_vae(size.model, dtype)
     # One video to encode or decode; training does both, and does not read the direction.
     video = videos.Job(case.direction, size.frames, size.height, size.width)
-    return (training.gradient_works if case.job == "train" else videos.chunk_works)(vae, video, devices)
+    return (videos.gradient_works if case.job == "train" else videos.chunk_works)(vae, video, devices)

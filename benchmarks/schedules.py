@@ -68,8 +68,8 @@ def schedule(topology: str, function: Callable[..., Any], *shapes: Sequence[int]
     (name,) = plan.kernel_times.keys() & {"attention", "norm_conv3d", "upsampled"}
     kernel = plan.kernel_times[name]
     return {
-        "schedule_ms": 1e3 * (kernel.schedule_seconds or math.nan),
-        "bytes_ms": 1e3 * kernel.bytes_seconds,
+        "schedule_ms": 1e3 * (kernel["schedule_seconds"] or math.nan),
+        "bytes_ms": 1e3 * kernel["bytes_seconds"],
     }
 
 

@@ -1,1 +1,1 @@
-"""What programs would take on chips that are not there: memory, work, communication, and times on TPUs."""
+"""Programs on chips that are not there: their memory, work and communication, and times on TPUs."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks plan`: what programs take on chips that need not be there; the documents' cases."""
+"""`python -m benchmarks plan`: programs on chips that need not be there; the cases of the documents."""
 
 import argparse
 import contextlib
@@ -299,9 +299,10 @@ def planned(args: argparse.Namespace) -> dict[str, Any]:
             reports.write_text(Path(args.save_hlo) / name, plan.text)
     figures = request.figures(plans)
     print_figures(figures)
-    if args.network in ("vae", "pipeline") and not (figures.get("fits", True) or args.no_advice):
+    chip = request.chip
+    if chip and not figures["fits"] and args.network in ("vae", "pipeline") and not args.no_advice:
         say("it does not fit: compiling what would")
-        found = advice.changes(args, request, request.chip.memory, plans)
+        found = advice.changes(args, request, chip.memory, plans)
         figures["would_fit"] = {what: peak / chips.GIB for what, peak in found}
         shown = {f"with {what}": f"{size:.2f} GiB" for what, size in figures["would_fit"].items()}
         print_figures(shown or {"would fit": "nothing that was tried"})

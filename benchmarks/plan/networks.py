@@ -11,8 +11,7 @@ import importlib
 import inspect
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -66,22 +65,6 @@ TensorSpecs = dict[str, Any]
 
 STEPS = 50
 """Denoising steps of a whole video, diffusers' default."""
-
-
-@dataclass(frozen=True)
-class NetworkWork(Work):
-    """The program of a whole network.
-
-    Attributes:
-        layers: number of layers of the network.
-        parallel: in words, how the network uses the mesh's axis "tp", and why.
-        kept_bytes: bytes on one device of the results that a cache keeps for the next step, which takes them
-            as arguments; 0 without a cache.
-    """
-
-    layers: int = 0
-    parallel: str = ""
-    kept_bytes: int = 0
 
 
 def weightless_transformer(model: str, dtype: torch.dtype, weights: Weights | None = None) -> Any:
@@ -167,7 +150,7 @@ def step_work(
     cache: str | None = None,
     step: int = 0,
     weights: Weights | None = None,
-) -> NetworkWork:
+) -> Work:
     """Return the program of one denoising step of one video.
 
     Args:
@@ -195,8 +178,7 @@ def step_work(
     flops = 0.0 if cache else _counted_flops(network, tensors) / mesh.size
     network.place_on(mesh, parallel, chip and chip.memory)  # None without a chip
     program, tensors = described_program(network, tensors)
-    previous_tensors = None
-    kept_bytes = 0
+    previous_tensors, about = None, _about("step", network, network.config["num_layers"])
     if cache is not None:
         # The form tells which layers the step runs. The numbers are scalar inputs that the cache adds.
         form, numbers = _plan_cached_run(network, cache, batch)[step]
@@ -208,17 +190,19 @@ def step_work(
         # The program also takes the results that the cache kept in the previous step. Their shapes follow
         # from that step's inputs, which are described as this step's are. They are the last struct.
         previous_tensors = tensors
-        kept_bytes = _device_bytes(program.structs(tensors, before=tensors)[-1])
-    return NetworkWork(
+        about["kept_GiB"] = _device_bytes(program.structs(tensors, before=tensors)[-1]) / GIB
+    return Work(
         "step",
         frames,
         program.lower,
         functools.partial(program.structs, tensors, before=previous_tensors),
         flops=flops,
-        layers=network.config["num_layers"],
-        parallel=str(network.parallelism),
-        kept_bytes=kept_bytes,
+        about=about,
     )
+
+
+def _about(name: str, network: Any, layers: int) -> dict[str, Any]:
+    return {"network": f"{name}, {layers} layers", "parallel": str(network.parallelism)}
 
 
 def described_program(network: Any, tensors: TensorSpecs) -> tuple[Any, TensorSpecs]:
@@ -345,25 +329,12 @@ def prompt_tensors(*, batch: int, text: int) -> TensorSpecs:
 
 def prompt_work(
     model: str, dtype: torch.dtype, mesh: Any, *, tokens: int, weights: Weights | None = None
-) -> NetworkWork:
+) -> Work:
     """Return the program that encodes one prompt of `tokens` tokens."""
     config = text_encoder_config(model)
     network = _ported(text_encoder(config, dtype), weights)
     network.place_on(mesh)
     program = network.program
     structs = functools.partial(program.structs, prompt_tensors(batch=1, text=tokens))
-    description = {"layers": config["num_layers"], "parallel": str(network.parallelism)}
-    return NetworkWork("prompt", tokens, program.lower, structs, **description)
-
-
-def about(work: NetworkWork, counts: Sequence[int]) -> dict[str, Any]:
-    """Return the figures of a network that need no compiling, by the names that `plan` prints.
-
-    `work` is the program, with a cache that of a step which runs all layers. `counts` has the number of such
-    steps in a video, and with a cache the number of each kind of step that skips layers.
-    """
-    rows = {"network": f"{work.name}, {work.layers} layers", "parallel": work.parallel}
-    if not work.kept_bytes:  # without a cache all steps are alike
-        return rows
-    kinds = (f"{count} of skipping step {kind}" for kind, count in enumerate(counts[1:], 1))
-    return rows | {"kept_GiB": work.kept_bytes / GIB, "steps": ", ".join((f"{counts[0]} in full", *kinds))}
+    about = _about("prompt", network, config["num_layers"])
+    return Work("prompt", tokens, program.lower, structs, about=about)

@@ -41,6 +41,9 @@ class Work:
             of the cache.
         flops: a device's FLOPs by another count than the compiler's, which lacks those of most Pallas
             kernels; 0 for no other count.
+        about: figures of a network that need no compiling, by the names that are printed: its layers, how it
+            uses the mesh's axis "tp" and why, and with a cache the GiB on one device of the results that it
+            keeps for the next step, which takes them as arguments.
     """
 
     name: str
@@ -48,33 +51,12 @@ class Work:
     lower: Callable[..., Any]
     structs: Callable[[], tuple[Any, ...]]
     flops: float = 0.0
+    about: dict[str, Any] = field(default_factory=dict)
 
     def lowered(self, mesh: Any) -> Any:
         """Lower the program for a mesh, whose devices tell the kernels the kind of chip."""
         with jax.set_mesh(mesh):
             return self.lower(*self.structs())
-
-
-@dataclass(frozen=True)
-class KernelTime:
-    """The time of a program's Pallas kernels of one name, all together.
-
-    Attributes:
-        count: number of kernels that run; one in a loop counts once per trip.
-        bytes_seconds: time to read their operands and write their results.
-        schedule_seconds: cycles of their final schedules over the clock, or, if longer, their products at the
-            peak of the matrix units; NaN if one schedule is not known.
-        seconds: for each kernel the larger of its two times, summed; NaN if one is not known.
-        unknown: number of kernels whose schedule is not known.
-        assumed_branches: number of branches in their schedules that depend on data (`Schedule.assumed`).
-    """
-
-    count: int
-    bytes_seconds: float
-    schedule_seconds: float
-    seconds: float
-    unknown: int
-    assumed_branches: int
 
 
 @dataclass
@@ -137,7 +119,7 @@ class TimedPlan(ProgramPlan):
     shares: dict[str, float]
     compiler_moves_s: float
     floor_s: float
-    kernel_times: dict[str, KernelTime] = field(default_factory=dict)
+    kernel_times: dict[str, dict[str, Any]] = field(default_factory=dict)
     collective_seconds: dict[str, float] = field(default_factory=dict)
     open_loops: int = 0
 
@@ -280,29 +262,37 @@ def instruction_times(
 
 def kernel_times(
     found: list[Instruction], chip: TPU, schedules: Mapping[str, Schedule]
-) -> dict[str, KernelTime]:
-    """Return the summed times of a program's Pallas kernels by name, without the number of each.
+) -> dict[str, dict[str, Any]]:
+    """Return figures of a program's Pallas kernels, by name without the number of each.
+
+    Of all kernels of one name together they are:
+
+        count: number of kernels that run; one in a loop counts once per trip.
+        bytes_seconds: time to read their operands and write their results.
+        schedule_seconds: cycles of their final schedules over the clock, or, if longer, their products at the
+            peak of the matrix units; NaN if one schedule is not known.
+        seconds: for each kernel the larger of its two times, summed; NaN if one is not known.
+        unknown: number of kernels whose schedule is not known.
+        assumed_branches: number of branches in their schedules that depend on data (`Schedule.assumed`).
 
     `schedules` is as for `read_program`.
     """
-    runs = times_run(found)  # how often each computation runs
-    total: dict[str, KernelTime] = {}
+    runs, total = times_run(found), dict[str, Any]()  # how often each computation runs; the sums
     for kernel in (instruction for instruction in found if instruction.is_kernel):
         count, schedule = runs[kernel.computation], schedules.get(kernel.name)
         by_bytes, by_schedule = _kernel_seconds(kernel, chip, schedule)
-        longer = by_bytes if by_bytes > by_schedule else by_schedule  # NaN if the schedule is not known
+        figures = {
+            "count": count,
+            "bytes_seconds": count * by_bytes,
+            "schedule_seconds": count * by_schedule,
+            # NaN if the schedule is not known.
+            "seconds": count * (by_bytes if by_bytes > by_schedule else by_schedule),
+            "unknown": 0 if schedule else count,
+            "assumed_branches": schedule.assumed if schedule else 0,
+        }
         # JAX adds a number after a dot, and from 0.12 on more: `upsampled.4`, `upsampled.4.refs_3_...`.
-        name = kernel.name.partition(".")[0]
-        before = total.get(name, KernelTime(0, 0.0, 0.0, 0.0, 0, 0))  # the sum so far, first zeros
-        total[name] = KernelTime(
-            count=before.count + count,
-            bytes_seconds=before.bytes_seconds + count * by_bytes,
-            schedule_seconds=before.schedule_seconds + count * by_schedule,
-            seconds=before.seconds + count * longer,
-            unknown=before.unknown + (0 if schedule else count),
-            assumed_branches=before.assumed_branches + (schedule.assumed if schedule else 0),
-        )
-    return total
+        total.setdefault(kernel.name.partition(".")[0], Counter()).update(figures)
+    return {name: dict(figures) for name, figures in total.items()}
 
 
 def _kernel_seconds(kernel: Instruction, chip: TPU, schedule: Schedule | None) -> tuple[float, float]:
@@ -382,14 +372,11 @@ def _time_rows(plan: TimedPlan) -> dict[str, Any]:
     return rows
 
 
-def _kernel_cell(kernel: KernelTime) -> str:
-    """Return a cell for the kernels of one name: their number, and the ms by bytes and by their schedules.
-
-    `kernel.unknown` of them have no known schedule. `kernel.assumed_branches` branches depend on data, and
-    are assumed to be taken or not.
-    """
-    start = f"{kernel.count} of them, by bytes {1e3 * kernel.bytes_seconds:.2f}"
-    if kernel.unknown:
-        return f"{start}; by schedule not known for {kernel.unknown}, so no estimate"
-    assumed = f", {kernel.assumed_branches} branches assumed" if kernel.assumed_branches else ""
-    return f"{start}, by schedule {1e3 * kernel.schedule_seconds:.2f}{assumed}"
+def _kernel_cell(kernel: dict[str, Any]) -> str:
+    """Return a cell for the kernels of one name: their number, and the ms by bytes and by their schedules."""
+    start = f"{kernel['count']} of them, by bytes {1e3 * kernel['bytes_seconds']:.2f}"
+    if kernel["unknown"]:
+        return f"{start}; by schedule not known for {kernel['unknown']}, so no estimate"
+    branches = kernel["assumed_branches"]
+    assumed = f", {branches} branches assumed" if branches else ""
+    return f"{start}, by schedule {1e3 * kernel['schedule_seconds']:.2f}{assumed}"

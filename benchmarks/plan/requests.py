@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import torch
 
-from benchmarks.plan import chips, training, videos
+from benchmarks.plan import chips, videos
 from benchmarks.plan.chips import GIB
 from benchmarks.plan.programs import ProgramPlan, TimedPlan, Work, peak_bytes, times
 from cogvideox_torchax import runtime
@@ -76,7 +76,13 @@ class PlanRequest:
             peak_bytes(plans, weights) for weights in (self.other_weights, self.present_weights)
         )
         if self.optimizer_bytes:
-            parts = training.memory(plans)
+            # The encoder's activations stay in memory for its backward pass while the decoder runs: a step
+            # takes at most the temporaries of both programs together.
+            parts = {
+                "weights_and_inputs_GiB": sum(plan.argument_bytes for plan in plans) / GIB,
+                "temporaries_GiB_at_most": sum(plan.temp_bytes for plan in plans) / GIB,
+                "gradients_GiB": sum(plan.output_bytes for plan in plans) / GIB,
+            }
             figures |= {"optimizer_GiB": self.optimizer_bytes / GIB, **parts}
             peak = present_peak = sum(parts.values()) * GIB + self.optimizer_bytes
         figures["peak_memory_GiB"] = peak / GIB
@@ -146,16 +152,15 @@ def _video(args: argparse.Namespace, vae: Any, mesh: Any, chip: chips.Chip | Non
 
 def _training_step(args: argparse.Namespace, vae: Any, mesh: Any, chip: chips.Chip | None) -> PlanRequest:
     """Return the programs of a training step, for a video of the size that the options give."""
-    size = _size(args)
-    works = training.gradient_works(vae, videos.Job(ENCODE, **size), mesh)  # planned in both directions
+    job = videos.Job(ENCODE, args.frames, args.height, args.width)  # planned in both directions
     return PlanRequest(
-        works=list(works),
+        works=list(videos.gradient_works(vae, job, mesh)),
         counts=(1, 1),
         mesh=mesh,
         chip=chip,
         about={"network": "train-step: the gradients of every weight"},
-        job={"network": args.network, **size},
-        optimizer_bytes=training.optimizer_bytes(vae),
+        job={"network": args.network, **_size(args)},
+        optimizer_bytes=2 * 4 * sum(weight.numel() for weight in vae.parameters()),  # AdamW's float32 moments
     )
 
 
@@ -172,7 +177,8 @@ def _network(args: argparse.Namespace, vae: Any, mesh: Any, chip: chips.Chip | N
         patch = config.get("patch_size", 2)  # diffusers' default
         check_sides("a video", args.height, args.width, multiple=patch * vae.spatial_compression_ratio)
         # The size of the transformer's input: that of the video's latents.
-        chunks, (_, height, width) = videos.Job(DECODE, **_size(args)).chunk_shapes(vae)
+        job = videos.Job(DECODE, args.frames, args.height, args.width)
+        chunks, (_, height, width) = job.chunk_shapes(vae)
         latent_frames = chunks[-1].stop  # the last chunk ends with the last frame
         options = {
             **{"frames": latent_frames, "height": height, "width": width, "guided": not args.no_guidance},
@@ -191,12 +197,16 @@ def _network(args: argparse.Namespace, vae: Any, mesh: Any, chip: chips.Chip | N
             # the result of `cached_steps`, 0 stands for the steps that run all blocks, 1 for those that skip.
             steps_of_kind = {0: networks.STEPS - args.skips, 1: args.skips}
         works, counts = [step(step=first) for first in steps_of_kind], tuple(steps_of_kind.values())
+        if args.cache:
+            in_full, *skipping = counts
+            kinds = (f"{count} of skipping step {kind}" for kind, count in enumerate(skipping, 1))
+            works[0].about["steps"] = ", ".join((f"{in_full} in full", *kinds))
     return PlanRequest(
         works=works,
         counts=counts,
         mesh=mesh,
         chip=chip,
-        about=networks.about(works[0], counts),
+        about=works[0].about,
         job={"network": args.network, **_size(args)},
         weights=(networks.weight_bytes(works[0]),),
     )

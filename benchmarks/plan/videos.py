@@ -1,14 +1,17 @@
-"""The VAE's programs for a video, to be compiled for devices that the machine lacks.
+"""The VAE's programs, to be compiled for devices that the machine lacks: of chunks, and of a training step.
 
-Models are built on torch's device "meta", without weights: compiling needs only the weights' shapes.
+Models are built on torch's device "meta", without weights: compiling needs only the weights' shapes. A step
+that trains the VAE has a program for each direction, with its forward and backward pass, in which blocks are
+recomputed (gradient checkpointing). A torch loop runs the same chunks one after another.
 """
 
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import torch
 
 from benchmarks.plan.programs import Work
@@ -122,12 +125,8 @@ def chunk_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any, backend: str =
         SizeError: the model cannot take the size.
         BackendError: the backend is not installed.
     """
-    if mesh.size > 1:
-        vae.place_on(mesh)
     ranges, (channels, *size) = job.chunk_shapes(vae)  # each chunk's range of frames
-    program, axes = chunk_program(vae, job.direction, backend)
-    if mesh.size == 1:  # otherwise `place_on` has chosen the program's devices
-        program.place = runtime.Place(mesh.devices.item())
+    program, axes = chunk_program(vae, job.direction, mesh, backend)
     first_chunk = None
     # `zip` ends after the second chunk: all later chunks have one length, and share a program.
     for name, frames in zip(("first", "later"), map(len, ranges), strict=False):
@@ -140,20 +139,61 @@ def chunk_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any, backend: str =
         first_chunk = chunk
 
 
-def chunk_program(vae: AutoencoderKLCogVideoX, direction: Direction, backend: str) -> tuple[Any, str]:
-    """Return a backend's program of a direction's chunks, and the order of the axes of the chunks it takes.
+def chunk_program(
+    vae: AutoencoderKLCogVideoX, direction: Direction, mesh: Any, backend: str = "torchax"
+) -> tuple[Any, str]:
+    """Return a program of a direction's chunks, and the order of the axes of the chunks that it takes.
 
-    On a mesh the results of the stock program would be wrong, because diffusers' modules do not leave out the
-    padding of a width that the devices do not divide. It is only compiled.
+    The arguments are those of `chunk_works`. On a mesh the results of the stock program would be wrong,
+    because diffusers' modules do not leave out the padding of a width that the devices do not divide. It is
+    only compiled.
     """
-    if backend != "flax":
-        return vae.build_program(direction, stock=backend == "torchax-stock"), NCTHW
-    backends.backend(backend)  # raises if Flax is not installed
-    from cogvideox_torchax.vae.nnx.autoencoder import FlaxAutoencoderKLCogVideoX
-    from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
+    if mesh.size > 1:
+        vae.place_on(mesh)
+    if backend == "flax":
+        backends.backend(backend)  # raises if Flax is not installed
+        from cogvideox_torchax.vae.nnx.autoencoder import FlaxAutoencoderKLCogVideoX
+        from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
 
-    # A Flax model of the same config, without weights, has the program.
-    config, dtype = FlaxAutoencoderKLCogVideoXConfig.from_dict(dict(vae.config)), runtime.jax_dtype(vae.dtype)
-    weightless = FlaxAutoencoderKLCogVideoX.weightless(config, dtype=dtype, param_dtype=dtype)
-    weightless.mesh = vae.mesh  # which `build_program` reads
-    return weightless.build_program(direction), NTHWC
+        # A Flax model of the same config, without weights, has the program.
+        config = FlaxAutoencoderKLCogVideoXConfig.from_dict(dict(vae.config))
+        dtype = runtime.jax_dtype(vae.dtype)
+        weightless = FlaxAutoencoderKLCogVideoX.weightless(config, dtype=dtype, param_dtype=dtype)
+        weightless.mesh = vae.mesh  # which `build_program` reads
+        program: Any = weightless.build_program(direction)
+    else:
+        program = vae.build_program(direction, stock=backend == "torchax-stock")
+    if mesh.size == 1:  # otherwise `place_on` has chosen the program's devices
+        program.place = runtime.Place(mesh.devices.item())
+    return program, NTHWC if backend == "flax" else NCTHW
+
+
+def gradient_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any) -> Iterator[Work]:
+    """Yield the program of each direction's gradients.
+
+    `vae` has no weights; it is set to train, and placed on a mesh of more than one device. `job` is the
+    video, whose direction is not read; a batch has a video for each device of the mesh's "dp".
+    """
+    runtime.enable()
+    trained: Any = vae.train()  # diffusers wraps the next method in a way that pyright cannot follow
+    trained.enable_gradient_checkpointing()
+    for direction in Direction:
+        chunks, (channels, *size) = replace(job, direction=direction).chunk_shapes(vae)
+        lengths = [len(chunk) for chunk in chunks]  # numbers of frames
+        program, _axes = chunk_program(vae, direction, mesh)
+        # The input x is a video for each device on the axis "dp".
+        shape, dtype = (mesh.shape["dp"], channels, sum(lengths), *size), runtime.jax_dtype(vae.dtype)
+        weights, _input, _cache = program.structs((shape, dtype))
+        # All weights have one sharding: they are whole on every device. So is x: `run_video` splits each of
+        # its chunks over the mesh.
+        replicated = next(iter(weights.values())).sharding
+        x = jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
+
+        # Defaults keep this direction's program and lengths: it may be traced after the loop has gone on.
+        def gradients(weights: Any, x: Any, program: Any = program, lengths: Any = lengths) -> Any:
+            """Return the gradients of weights and input `x`, for half the sum of the result's squares."""
+            result, pull_back = jax.vjp(lambda *inputs: program.run_video(*inputs, lengths), weights, x)
+            return pull_back(result)  # the loss's gradient with respect to the result is the result itself
+
+        structs = functools.partial(tuple, (weights, x))  # a function that returns the pair
+        yield Work(f"train {direction}", sum(lengths), jax.jit(gradients).lower, structs)

@@ -38,7 +38,7 @@ def test_a_step_is_planned_whole_with_the_work_that_pytorch_counts():
     sizes = [
         parameter.numel() for parameter in networks.weightless_transformer("5b", torch.float32).parameters()
     ]
-    assert work.layers == 2
+    assert work.about["network"] == "step, 2 layers"
     assert plan.argument_bytes == pytest.approx(4 * sum(sizes), rel=0.05)  # all layers' weights, and inputs
     # Of two passes through all layers: 2 FLOPs for each weight of a matrix and each token, and attention's.
     tokens = 16 + 3 * 2 * 4
@@ -55,7 +55,7 @@ def test_a_plan_of_a_prompt_is_of_the_models_own_text_encoder(tmp_path):
     small_pipelines.text_encoder(num_layers=5).save_pretrained(tmp_path / "text_encoder")
     (tmp_path / "model_index.json").write_text("{}")
     work = networks.prompt_work(str(tmp_path), torch.float32, make_mesh(1, 1), tokens=16)
-    assert work.layers == 5
+    assert work.about["network"] == "prompt, 5 layers"
     assert networks.weight_bytes(work) < 1e6, "its own width"
 
 
@@ -130,7 +130,7 @@ def test_a_step_of_an_unknown_transformer_costs_what_the_known_one_of_its_sizes_
         for each in (tmp_path, tmp_path / "known")
     ]
     assert works[0].flops == pytest.approx(works[1].flops, rel=0.1)
-    assert str(works[0].parallel) == "batch over dp, weights whole, tokens not split"
+    assert works[0].about["parallel"] == "batch over dp, weights whole, tokens not split"
     plans = [programs.compile_program(work, mesh) for work in works]
     assert plans[0].flops == pytest.approx(plans[1].flops, rel=0.1)
     with pytest.raises(PlanError, match="got --cache for a ConsisIDTransformer3DModel"):

@@ -112,7 +112,7 @@ def test_the_parts_of_a_job_are_estimated_without_a_device():
     devices = decode.mesh(chips.topology_devices("v6e:1x1", schedules=True))
     assert [work.name for work in measure.works(decode, devices, chip)] == ["first", "later"]
     (step,) = measure.works(Case("step", "torchax", Size(jobs.TWO_LAYERS, 9, 64, 96)), devices, chip)
-    assert (step.layers, jobs.TWO_LAYERS in networks.TRANSFORMERS) == (2, False)
+    assert (step.about["network"], jobs.TWO_LAYERS in networks.TRANSFORMERS) == ("step, 2 layers", False)
     with pytest.raises(chips.PlanError, match="published shapes alone"):
         measure.works(Case("step", "torchax", Size("small", 9, 64, 96)), devices, chip)
 
