@@ -470,11 +470,7 @@ def caches() -> str:
         (f"`{name}`", f"{one:.2f}", f"{eight:.2f}", _cached(name, skipped), str(skipped), f"{quality:.1f}")
         for name, (one, eight, skipped, quality) in kept("caches")["rows"].items()
     ]
-    # The layers of the programs of steps that were not compiled whole.
-    few = {each["summary"]["network"].partition(", from programs of ")[2] for each in estimates("cached-*")}
-    layers = " or ".join(sorted(few - {""}))
-    note = f"\n\nSteps with a cache are extrapolated from programs of {layers} layers." if layers else ""
-    return starred(head, [plain, *rows]) + note
+    return starred(head, [plain, *rows])
 
 
 def _cached(name: str, skipped: int) -> str:

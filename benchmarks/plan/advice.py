@@ -109,5 +109,6 @@ def _slices(
 
 def _compiled_peak(request: PlanRequest, change: str) -> int:
     say(f"compiling with {change}")
-    plans = [programs.compile_program(work, request.mesh) for work in request.works]
-    return peak_bytes(plans, request.present_weights)
+    return peak_bytes(
+        [programs.compile_program(work, request.mesh) for work in request.works], request.present_weights
+    )

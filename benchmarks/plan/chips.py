@@ -211,10 +211,11 @@ def topology_devices(name: str, *, schedules: bool = False) -> list[Any]:
         options = {"chips_per_host_bounds": [1, 1, 1]} if "1" in grid.split("x") else {}
     try:
         with _dumping_schedules() if schedules else contextlib.nullcontext():
-            topology = jax.experimental.topologies.get_topology_desc(
-                platform=platform, topology_name=name, **options
+            return list(
+                jax.experimental.topologies.get_topology_desc(
+                    platform=platform, topology_name=name, **options
+                ).devices
             )
-            return list(topology.devices)
     except Exception as error:
         reason = " ".join(str(error).split())[:300]  # libtpu's messages have many lines: one is enough
         compiler = "jax-cuda13-plugin with jax-cuda13-pjrt" if name in GPUS else "libtpu"

@@ -215,9 +215,9 @@ def described_program(network: Any, tensors: TensorSpecs) -> tuple[Any, TensorSp
     if program is not None:
         return program, tensors
     stock: Any = type(network).__bases__[-1]  # `port` puts the mixin before the stock class
-    parameters = inspect.signature(stock.forward).parameters
     # Classes of diffusers return an object unless they are asked for a tuple of tensors.
-    options = {"return_dict": False} if "return_dict" in parameters else {}
+    takes = inspect.signature(stock.forward).parameters
+    options = {"return_dict": False} if "return_dict" in takes else {}
     return runtime.method_program(network, stock.forward, tensors, network.placement, **options)
 
 

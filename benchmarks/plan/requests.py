@@ -109,10 +109,9 @@ def requested(args: argparse.Namespace) -> PlanRequest:
         chip = chips.chip_of(args.topology)
     else:
         devices, chip = jax.devices("cpu"), None
-    vae = weightless_vae(args)
     makers = {"vae": _video, "pipeline": _pipeline, "train-step": _training_step}
-    make_request = makers.get(args.network, _network)
-    return make_request(args, vae, make_mesh(args.dp, args.tp, devices=devices), chip)
+    mesh = make_mesh(args.dp, args.tp, devices=devices)
+    return makers.get(args.network, _network)(args, weightless_vae(args), mesh, chip)
 
 
 def with_changes(args: argparse.Namespace, **changes: Any) -> argparse.Namespace:

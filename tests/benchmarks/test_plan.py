@@ -258,9 +258,13 @@ def test_a_plan_that_cannot_be_made_is_one_line(arguments, words, refused):
     assert words in refused("plan", *arguments, main=main)
 
 
-@pytest.mark.parametrize("words", command.CASES.values(), ids=command.CASES)
-def test_the_kept_plans_are_of_options_that_are_taken(words):
-    assert command.parsed(words.split()).platform == "tpu"
+@pytest.mark.parametrize("case", command.CASES)
+def test_the_kept_plans_are_of_options_that_are_taken(case, monkeypatch):
+    planned = mock.Mock()
+    monkeypatch.setattr(command, "deliver", planned)
+    assert main(["plan", "--cases", case]) == 0
+    args = planned.call_args.args[0]
+    assert (Path(args.output).name, args.no_advice, args.platform) == (f"{case}.json", True, "tpu")
 
 
 def test_the_times_of_a_job_count_each_program_as_often_as_it_runs():
