@@ -147,7 +147,7 @@ def instructions(text: str) -> Iterator[Instruction]:
             elif op == "tuple":
                 writes = sum(written.get(operand, 0) for operand in operands)
             elif called in written:
-                reads = [min(whole, read[parameters[called, i]]) for i, whole in enumerate(reads)]
+                reads = [min(whole, read[parameters.get((called, i), "")]) for i, whole in enumerate(reads)]
                 writes = min(size, written[called])
             read.update(dict(zip(operands, reads, strict=False)))
             written[computation if found["root"] else name] = writes

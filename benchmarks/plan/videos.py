@@ -18,7 +18,7 @@ from benchmarks.plan.programs import Work
 from cogvideox_torchax import backends, runtime
 from cogvideox_torchax.files.models import ModelError, locate
 from cogvideox_torchax.vae import checkpoint, tiling
-from cogvideox_torchax.vae.axes import NCTHW, NTHWC, ordered
+from cogvideox_torchax.vae.axes import NCTHW, NTHWC
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.sizes import SMALLEST_TILE, check_sides
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
@@ -130,8 +130,8 @@ def chunk_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any, backend: str =
     first_chunk = None
     # `zip` ends after the second chunk: all later chunks have one length, and share a program.
     for name, frames in zip(("first", "later"), map(len, ranges), strict=False):
-        # (shape, dtype) of a chunk of one video.
-        chunk = ordered((1, channels, frames, *size), axes), runtime.jax_dtype(vae.dtype)
+        lengths = dict(zip(NCTHW, (1, channels, frames, *size), strict=True))  # of one video
+        chunk = tuple(lengths[axis] for axis in axes), runtime.jax_dtype(vae.dtype)
         structs = functools.partial(program.structs, chunk, before=first_chunk)
         yield Work(name, frames, program.lower, structs)
         # The program of later chunks takes the cache that the first chunk's program returns. The cache's
