@@ -4,7 +4,6 @@ A job runs in parts: a VAE's first chunk and its later chunks, a training step's
 network, one call of an op.
 """
 
-import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -160,7 +159,7 @@ def _training_step(case: Case) -> Run:
     def gradients(direction: Direction, x: torch.Tensor) -> tuple[str, Any]:
         vae.zero_grad()
         # `measure` runs jobs without gradients, so they are enabled here. On JAX torchax is enabled too.
-        with torch.enable_grad(), contextlib.nullcontext() if case.torch_device else runtime.active():
+        with torch.enable_grad():
             result = vae.encode(x).latent_dist.parameters if direction == ENCODE else vae.decode(x).sample
             (result.square().sum() / 2).backward()
         # The weights of the other direction have no gradients.

@@ -19,7 +19,7 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -100,6 +100,40 @@ def torchax_off() -> contextlib.ExitStack:
             replace_modes([mode for mode in old_modes if not isinstance(mode, torchax_mode)])
         # The caller closes what is returned. Without `pop_all` the end of this block would close it.
         return restoring.pop_all()
+
+
+@contextlib.contextmanager
+def dispatching(mode: Any) -> Iterator[None]:
+    """Run a block in one of torch's dispatch modes, which threads may share."""
+    owner = "torch.utils._python_dispatch"
+    _attribute("torch", owner, "_push_mode")(mode)
+    try:
+        yield
+    finally:
+        _attribute("torch", owner, "_pop_mode")()
+
+
+_PYTHON_DEVICE: list[Any] = []
+"""What PyTorch calls for the device that `add_python_device` has added, kept alive here."""
+
+
+def add_python_device(operators: dict[str, Any]) -> None:
+    """Tell PyTorch that the device which a package has named is written in Python (torch 2.11 or later).
+
+    `operators` are those that make a tensor there, by name; PyTorch makes all other factories of them.
+    """
+    import torch
+
+    utils = "torch.utils.backend_registration"
+    hook = _attribute("torch", utils, "_DummyPrivateUse1Hook")()
+    guard = _attribute("torch", utils, "_DummyDeviceGuard")()
+    backends = _attribute("torch", "torch._C", "_acc")
+    backends.register_python_privateuseone_hook(hook)
+    backends.register_python_privateuseone_device_guard(guard)
+    library = torch.library.Library("aten", "IMPL")
+    for name, function in operators.items():
+        library.impl(name, function, "PrivateUse1")
+    _PYTHON_DEVICE.extend((hook, guard, library))
 
 
 def jax_has_started() -> bool:
@@ -222,7 +256,7 @@ def array_in(tensor: Any) -> Any:
     return getattr(tensor, "_elem", None)
 
 
-def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any) -> None:
+def teach_copying(kind: Any, tensor_of: Any, to_torch: Any) -> None:
     """Make a class of torchax's tensors copyable and picklable, which the class is not by itself.
 
     A copy, also inside a copied module or state dict, shares the tensor's JAX array, which nothing writes
@@ -233,13 +267,13 @@ def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any
         kind: the class, of whole tensors or of views.
         tensor_of: makes a torchax tensor of a JAX array.
         to_torch: makes a plain tensor of a torchax tensor.
-        without_torchax: calls a function while torchax is off.
     """
     from torch import nn
 
     # `copy.deepcopy` calls this.
     def deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
-        copied = tensor_of(tensor.jax())
+        array = array_in(tensor)  # as it is, also if it waits on the host; None for a slice
+        copied = tensor_of(tensor.jax()) if array is None else type(tensor)(array, tensor._env)
         if isinstance(tensor, nn.Parameter):
             copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = copied  # two references to one tensor stay one in the copy
@@ -247,10 +281,10 @@ def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any
 
     # pickle calls this, and stores what it returns: how to make a plain tensor.
     def reduce(tensor: Any) -> Any:
-        plain = without_torchax(to_torch, tensor)
+        plain = to_torch(tensor)
         if isinstance(tensor, nn.Parameter):
-            plain = without_torchax(nn.Parameter, plain, tensor.requires_grad)
-        return without_torchax(plain.__reduce_ex__, 2)  # 2 is the default protocol of `torch.save`
+            plain = nn.Parameter(plain, tensor.requires_grad)
+        return plain.__reduce_ex__(2)  # the default protocol of `torch.save`
 
     kind.__copy__ = lambda tensor: deepcopy(tensor, {})  # by itself, `copy.copy` would unpickle a pickle
     kind.__deepcopy__ = deepcopy
@@ -333,21 +367,6 @@ def _wrap_class_method(kind: Any, name: str, around: Callable[..., Any]) -> None
     setattr(kind, name, classmethod(call))
 
 
-@functools.cache
-def wrap_from_pretrained(around: Callable[..., Any]) -> None:
-    """Replace the `from_pretrained` of diffusers' models and pipelines by `around(load, cls, ...)`.
-
-    `load` is the original method, which takes the class and the user's arguments. `around` must call it while
-    torchax is off: with torchax on it can neither read a safetensors file (`torch.asarray` of a storage) nor
-    build a module on `torch.device("meta")`.
-    """
-    from diffusers.models.modeling_utils import ModelMixin
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-
-    for kind in (DiffusionPipeline, ModelMixin):
-        _wrap_class_method(kind, "from_pretrained", around)
-
-
 def dtype_option() -> str:
     """Return the name of `from_pretrained`'s argument for the dtype, which diffusers 0.40 has renamed."""
     return "dtype" if Version(installed("diffusers") or "0") >= Version("0.40") else "torch_dtype"
@@ -359,21 +378,6 @@ def wrap_from_pipe(around: Callable[..., Any]) -> None:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
     _wrap_class_method(DiffusionPipeline, "from_pipe", around)
-
-
-@functools.cache
-def wrap_register_modules(after: Callable[[Any, dict[str, Any]], None]) -> None:
-    """Have `after(pipeline, parts)` called when a pipeline's constructor registers its parts."""
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-
-    register = _attribute("diffusers", DiffusionPipeline, "register_modules")
-
-    @functools.wraps(register)
-    def call(self: Any, **parts: Any) -> None:
-        register(self, **parts)
-        after(self, parts)
-
-    DiffusionPipeline.register_modules = call
 
 
 def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:

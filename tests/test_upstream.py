@@ -18,7 +18,7 @@ from cogvideox_torchax.pipelines import known, networks, transformer
 from cogvideox_torchax.pipelines.layers import PatchEmbed
 from cogvideox_torchax.pipelines.port import PIPELINES, PortedPipeline
 from cogvideox_torchax.runtime.clock import CompileClock
-from cogvideox_torchax.runtime.environment import import_torchax
+from cogvideox_torchax.runtime.device import import_torchax
 from cogvideox_torchax.vae.torchax.modules import PORTED
 
 # What upstream.py takes

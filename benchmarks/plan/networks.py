@@ -82,7 +82,7 @@ def _ported(network: Any, weights: Weights | None) -> Any:
     """Port a network without weights, whose matrices become int8 if `weights` says so."""
     network = port_network(network)
     if weights:
-        runtime.without_torchax(quantize, network, weights)
+        quantize(network, weights)
     return network
 
 
@@ -263,14 +263,11 @@ def _counted_flops(network: Any, tensors: TensorSpecs) -> int:
         shape, dtype = spec  # JAX's dtype
         return torch.empty(shape, dtype=getattr(torch, np.dtype(dtype).name), device="meta")
 
-    def count() -> int:
-        # "positions" is the port's own argument: diffusers' model computes its table of positions.
-        arguments = {name: spec for name, spec in tensors.items() if name != "positions"}
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            network(**jax.tree.map(meta_tensor, arguments, is_leaf=describes_one_input))
-        return counter.get_total_flops()
-
-    return runtime.without_torchax(count)
+    # "positions" is the port's own argument: diffusers' model computes its table of positions.
+    arguments = {name: spec for name, spec in tensors.items() if name != "positions"}
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        network(**jax.tree.map(meta_tensor, arguments, is_leaf=describes_one_input))
+    return counter.get_total_flops()
 
 
 def cached_steps(model: str, dtype: torch.dtype, cache: str, guided: bool = True) -> dict[int, int]:
@@ -304,7 +301,7 @@ def _plan_cached_run(network: Any, cache: str, batch: int) -> list[Any]:
     network.take_cache()  # moves the hooks that diffusers has put on the modules into `step_cache`
     # A step's form tells which layers it runs. Its numbers are the scalar inputs that the cache adds to the
     # step's program, such as a threshold, by name.
-    return runtime.without_torchax(network.step_cache.plan_run, network, batch, steps())
+    return network.step_cache.plan_run(network, batch, steps())
 
 
 def weight_bytes(work: Work) -> int:

@@ -16,7 +16,6 @@ import torch
 from benchmarks.plan import chips, videos
 from benchmarks.plan.chips import GIB
 from benchmarks.plan.programs import ProgramPlan, TimedPlan, Work, peak_bytes, times
-from cogvideox_torchax import runtime
 from cogvideox_torchax.sharding import make_mesh
 from cogvideox_torchax.vae.directions import DECODE, ENCODE
 from cogvideox_torchax.vae.memory import parse_tiles
@@ -167,7 +166,6 @@ def _network(args: argparse.Namespace, vae: Any, mesh: Any, chip: chips.Chip | N
     """Return the program of the text encoder, of a step, or with `--cache` of each kind of step."""
     from benchmarks.plan import networks  # needs transformers, as the VAE does not
 
-    runtime.enable()  # as in a run, torchax is on while networks are placed and traced
     config, counts = networks.transformer_config(args.model), (1,)
     if args.network == "prompt":
         tokens = config.get("max_text_seq_length", 226)  # diffusers' default

@@ -48,17 +48,10 @@ def weightless_vae(model: str, dtype: torch.dtype, device: str = "meta") -> Auto
 
 
 def build(make: Callable[[], Any], dtype: torch.dtype, device: str) -> Any:
-    """Return the network `make()` in evaluation mode, built on a device of torch.
-
-    torchax is off meanwhile, because it breaks building on "meta".
-    """
-
-    def make_network() -> Any:
-        with torch.device(device):
-            # Not the network's own `to`: diffusers overrides it with one that warns at every cast.
-            return torch.nn.Module.to(make(), dtype).eval()
-
-    return runtime.without_torchax(make_network)
+    """Return the network `make()` in evaluation mode, built on a device of torch."""
+    with torch.device(device):
+        # Not the network's own `to`: diffusers overrides it with one that warns at every cast.
+        return torch.nn.Module.to(make(), dtype).eval()
 
 
 def weight_bytes(network: torch.nn.Module) -> int:
@@ -174,7 +167,6 @@ def gradient_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any) -> Iterator
     `vae` has no weights; it is set to train, and placed on a mesh of more than one device. `job` is the
     video, whose direction is not read; a batch has a video for each device of the mesh's "dp".
     """
-    runtime.enable()
     trained: Any = vae.train()  # diffusers wraps the next method in a way that pyright cannot follow
     trained.enable_gradient_checkpointing()
     for direction in Direction:

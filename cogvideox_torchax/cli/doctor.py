@@ -5,8 +5,8 @@ import platform
 from typing import Any
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.cli import common, options
-from cogvideox_torchax.runtime.environment import import_torchax
+from cogvideox_torchax.cli import common
+from cogvideox_torchax.runtime.device import import_torchax
 from cogvideox_torchax.versions import installed, untested
 
 CORE = ("torch", "torchax", "jax", "jaxlib", "diffusers", "safetensors", "huggingface_hub", "numpy", "tqdm")
@@ -24,8 +24,6 @@ OPTIONAL = {
 }
 """By package: the extra of this project that installs it, and its purpose."""
 INSTALL = "in the checkout pip install -c constraints.txt -e"
-
-COMMAND = options.Command("show versions and devices, and what is missing", "", (options.JSON,))
 
 
 def run(args: argparse.Namespace) -> int:

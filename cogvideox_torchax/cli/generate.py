@@ -5,7 +5,6 @@ The *stages* are the text, whose result is embeddings, and the latents. `--save-
 
 import argparse
 import contextlib
-import functools
 import shlex
 from collections.abc import Iterator
 from fractions import Fraction
@@ -13,155 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.cli import batch, common, devices, generation, options, preview, prompts, stages
-from cogvideox_torchax.files import faults, latents as latent_files, whole
+from cogvideox_torchax.cli import common, devices, generation, preview, prompts, stages
+from cogvideox_torchax.files import latents as latent_files, whole
 from cogvideox_torchax.pipelines import description
 
 FPS, FPS_OF_1_5 = Fraction(8), Fraction(16)
 """The frames a second that CogVideoX and CogVideoX 1.5 were trained with, by their model cards."""
-
-_request = functools.partial(options.Option, group="request")
-_sampling = functools.partial(options.Option, group="sampling")
-_many = functools.partial(options.Option, group="many prompts")
-COMMAND = options.Command(
-    "generate a video with a CogVideoX pipeline",
-    "--prompt 'A cat walks.' --model zai-org/CogVideoX-5b -o cat.mp4",
-    (
-        options.Option(
-            "--model", metavar="DIR_OR_ID", help="a whole pipeline (default: the small bundled one)"
-        ),
-        _request("--prompt", help="what to show"),
-        _request(
-            "--prompts",
-            metavar="FILE",
-            help="many prompts: a .txt file with one on each line, or a .jsonl file with an object on each; "
-            "-o is then a directory",
-        ),
-        _request("--negative-prompt", help="what not to show"),
-        _request("--image", metavar="FILE", help="the first frame, for an image-to-video model"),
-        _request(
-            "--video", "--control-video", metavar="FILE", help="a video to start from, or a control video"
-        ),
-        _request("--strength", type=float, help="how far from --video to go, 0 to 1 (default: 0.8)"),
-        _sampling("--num-inference-steps", type=int, help="denoising steps (default: 50)"),
-        _sampling("--guidance-scale", type=float, help="classifier-free guidance, 1 for none (default: 6)"),
-        _sampling("--seed", type=options.seed, help="of the noise (default: 0)"),
-        _sampling(
-            "--scheduler",
-            metavar="CLASS",
-            help="diffusers' class of a scheduler, such as CogVideoXDPMScheduler (default: the model's)",
-        ),
-        options.Option(
-            "--frames", "--num-frames", group="size", type=int, help="how many (default: the model's)"
-        ),
-        options.Option(
-            "--height", group="size", type=options.positive, help="in pixels (default: the model's)"
-        ),
-        options.Option(
-            "--width", group="size", type=options.positive, help="in pixels (default: the model's)"
-        ),
-        options.Option(
-            "--fps",
-            group="size",
-            type=options.frame_rate,
-            help="frames a second (default: 8, of CogVideoX 1.5 16, or a latents stage's)",
-        ),
-        options.Option("--dtype", help="of weights and latents (default: bfloat16)"),
-        _sampling(
-            "--weights",
-            choices=("int8", "int8-dynamic"),
-            help="of T5's and the transformer's blocks: half the memory of bfloat16; int8-dynamic also "
-            "multiplies the transformer's tokens in eight bits",
-        ),
-        options.Option(
-            "--lora",
-            metavar="FILE_OR_ID",
-            help="a LoRA for the transformer: a safetensors file, a directory or a hub id",
-        ),
-        options.Option("--lora-scale", type=float, help="of the LoRA (default: 1)"),
-        options.Option(
-            "--dp",
-            group="several devices",
-            type=options.positive,
-            default=1,
-            help="mesh: devices for the two batches of guidance (default: 1)",
-        ),
-        options.Option(
-            "--tp",
-            group="several devices",
-            type=options.positive,
-            default=1,
-            help="mesh: devices for the transformer's tokens (its weights, where this does not divide the "
-            "heads), T5's weights and frames' width (default: 1)",
-        ),
-        _many(
-            "--num-videos-per-prompt",
-            type=options.positive,
-            metavar="COUNT",
-            help="by as many seeds (default: 1)",
-        ),
-        _many("--retry-failed", action="store_true", help="try prompts again that were bad before"),
-        _many(
-            "--distributed",
-            action="store_true",
-            help="run as one of several processes: one video is made on the mesh of all their devices, and "
-            "--prompts are divided, with a model in each process; see encode --help",
-        ),
-        *options.CONNECTION,
-        *options.RAY,
-        options.Option(
-            "--offload",
-            group="several devices",
-            action="store_true",
-            help="keep a network's weights in the host's memory while it is not used, for small devices",
-        ),
-        _sampling(
-            "--cache",
-            metavar="first-block:0.1|pab|magcache:FILE|taylorseer|fastercache",
-            help="reuse what steps have computed, by one of diffusers' caches",
-        ),
-        options.Option(
-            "--save-stages", group="stages", metavar="DIR", help="keep embeddings and latents there"
-        ),
-        options.Option(
-            "--from-stage",
-            group="stages",
-            choices=("text", "latents"),
-            help="resume from the stage that --save-stages kept",
-        ),
-        _sampling(
-            "--preview",
-            metavar="FILE.png",
-            help="show frames there while steps go on, by a linear map of latents",
-        ),
-        options.VIDEO_OUTPUT,
-        options.TILING,
-        options.JSON,
-        options.QUIET,
-        options.PROFILE,
-    ),
-    {
-        "--generator": "pass --seed",
-        "--output-type": "the name after -o chooses between .mp4, .gif and a directory of PNG frames",
-        **dict.fromkeys(
-            (
-                "--eta",
-                "--timesteps",
-                "--latents",
-                "--prompt-embeds",
-                "--use-dynamic-cfg",
-                "--max-sequence-length",
-                "--negative-prompt-embeds",
-                "--attention-kwargs",
-                "--control-image",
-                "--control-video-latents",
-                "--callback-on-step-end",
-                "--return-dict",
-            ),
-            "port(pipeline) and a call in Python take it",
-        ),
-    },
-)
 
 
 def run(args: argparse.Namespace) -> int | None:
@@ -169,46 +25,10 @@ def run(args: argparse.Namespace) -> int | None:
 
     With `--prompts` generate many: then return 1 if some cannot be generated, else 0.
     """
-    faults.refuse(
-        (
-            (args.num_videos_per_prompt or args.retry_failed or args.ray is not None) and not args.prompts,
-            "--num-videos-per-prompt, --retry-failed and --ray are for many: leave them out, or give "
-            "--prompts",
-        ),
-        *batch.ray_faults(args),
-        (
-            args.prompts and (args.prompt or args.save_stages or args.from_stage or args.preview),
-            "--prompt, --save-stages, --from-stage and --preview are for one video: leave them out, or "
-            "--prompts",
-        ),
-        (
-            args.from_stage and not args.save_stages,
-            "--from-stage needs the stages' directory: pass --save-stages DIR",
-        ),
-        (
-            args.preview and not args.preview.endswith(".png"),
-            f"cannot write {args.preview}: a preview goes into a .png file",
-        ),
-        # With the stage "latents", `_load_latents_stage` refuses these options with all others of sampling.
-        (
-            args.strength is not None
-            and not (args.video or args.prompts)
-            and args.from_stage != stages.LATENTS,
-            f"got --strength {args.strength} without a video to start from: pass --video, or leave it out",
-        ),
-        (
-            args.lora_scale is not None and not args.lora and args.from_stage != stages.LATENTS,
-            f"got --lora-scale {args.lora_scale} without a LoRA: pass --lora, or leave it out",
-        ),
-    )
     common.take_bundled_pipeline(args)  # sets `args.model` if no --model is given
     if args.prompts:
         args.fps = args.fps or _frame_rate_of(args.model)
         return prompts.run(args)
-    if args.preview:
-        whole.check_file(args.preview)
-    if args.video:
-        common.check_video(args.video, args.output)
     latents = _load_latents_stage(args) if args.from_stage == stages.LATENTS else None
     args.fps = args.fps or (latents.fps if latents else _frame_rate_of(args.model))
     # Without --save-stages `_backed_up` keeps the sampled latents in a file while they are decoded. `backup`

@@ -30,7 +30,7 @@ from cogvideox_torchax.pipelines.description import (
     RequestError,
     check_size,
 )
-from cogvideox_torchax.runtime import to_torch, without_torchax
+from cogvideox_torchax.runtime import to_torch
 from cogvideox_torchax.vae import memory
 
 
@@ -91,7 +91,9 @@ def _check_prompt(request: stages.Request, model: Model) -> None:
     for name, text in (("--prompt", request.prompt), ("--negative-prompt", request.negative_prompt)):
         count = len(tokenizer(text).input_ids)
         if count > limit:
-            raise RequestError(f"got a {name} of {count} tokens: {model.name} takes {limit}; shorten it")
+            unknown = common.unknown_words(model.name, text)
+            advice = f"it does not know {unknown}" if unknown else "shorten it"
+            raise RequestError(f"got a {name} of {count} tokens: {model.name} takes {limit}; {advice}")
 
 
 @functools.lru_cache(1)  # many prompts are checked by one
@@ -99,7 +101,7 @@ def _tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     # torchax is off while files are loaded: with it on, some of the `from_pretrained` methods fail.
-    return without_torchax(AutoTokenizer.from_pretrained, path)
+    return AutoTokenizer.from_pretrained(path)
 
 
 @contextlib.contextmanager

@@ -39,11 +39,10 @@ ENCODED, GROUP = 8, 256
 
 def run(args: argparse.Namespace) -> int:
     """Generate the videos that the output directory lacks; return 1 if some cannot be generated, else 0."""
-    batch.check_output_directory(args.output, "video")
-    common.parse_dtype(args.dtype or "bfloat16")
     lines = list(_lines(Path(args.prompts)))
     if not lines:
         raise ValueError(f"{args.prompts} has no prompts: write one on each line")
+    common.hint_at_words(args.model, *(line["prompt"] for _, line in lines if "prompt" in line))
     image, clip = (
         getattr(args, name) is not None or any(name in line for _, line in lines)
         for name in ("image", "video")

@@ -145,8 +145,7 @@ class CompiledNetwork(PortedModel):
         outer_calls = _SET_FORWARDS.modules_at_start
         _SET_FORWARDS.modules_at_start = {**outer_calls, self: [*self.modules()]}
         try:
-            with runtime.mixing():  # torchax is on, and takes tensors of the host too
-                return super().__call__(*args, **kwargs)
+            return super().__call__(*args, **kwargs)
         finally:
             _SET_FORWARDS.modules_at_start = outer_calls
 

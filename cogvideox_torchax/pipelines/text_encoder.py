@@ -1,6 +1,5 @@
 """The T5 text encoder of CogVideoX's pipelines, ported."""
 
-import contextlib
 from typing import Any
 
 import torch
@@ -43,11 +42,8 @@ class T5EncoderModel(KnownNetwork, TransformersT5Encoder):
         **options: Any,
     ) -> Any:
         """Encode by a program if weights are on JAX and no option is set; else by transformers' forward."""
-        in_pytorch = not runtime.is_on_jax(self)
-        if in_pytorch or any(value is not None for value in options.values()):
-            # Weights on JAX need torchax on, which runs the forward operation by operation.
-            with contextlib.nullcontext() if in_pytorch else runtime.active():
-                return super().forward(input_ids, attention_mask, inputs_embeds, **options)
+        if not runtime.is_on_jax(self) or any(value is not None for value in options.values()):
+            return super().forward(input_ids, attention_mask, inputs_embeds, **options)
         self.check_modules()  # raises if a `forward` that was set on this object has put in other modules
         tensors = {
             "input_ids": input_ids,

@@ -222,7 +222,7 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
             # None if the module's own table is of this size, or if the model has no such positions.
             "positions": patch_embed.table_for(height, width, frames),
         }
-        with runtime.active(), torch.no_grad():
+        with torch.no_grad():
             if self.step_cache is None:
                 sample = self.run_program(TransformerStep(self, attention_kwargs), tensors)
             else:

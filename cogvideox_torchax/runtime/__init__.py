@@ -18,9 +18,9 @@ if TYPE_CHECKING:
         to_jax,
         to_torch,
     )
-    from cogvideox_torchax.runtime.calls import method_program, mixing, run_method, warn_once
+    from cogvideox_torchax.runtime.calls import method_program, run_method, warn_once
     from cogvideox_torchax.runtime.compile_cache import COMPILE_CACHE_VARIABLE, configure_compile_cache
-    from cogvideox_torchax.runtime.environment import active, enable, is_enabled, on_meta, without_torchax
+    from cogvideox_torchax.runtime.device import CudaIsJAX, on_meta, tracing
     from cogvideox_torchax.runtime.forks import check_not_forked
     from cogvideox_torchax.runtime.gradients import (
         differentiable,
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from cogvideox_torchax.runtime.host import (
         device_and_dtype,
         host_array,
+        is_in_host_memory,
         is_jax_device,
+        on_default_device,
         on_jax,
         plain_tensor,
     )
@@ -59,11 +61,10 @@ if TYPE_CHECKING:
     from cogvideox_torchax.runtime.weights import (
         byte_dtype,
         feed_weights,
-        is_in_host_memory,
         is_movable,
         named_tensors,
-        on_default_device,
         put_weights,
+        read_only,
         replace_weights,
     )
 
@@ -71,11 +72,11 @@ __all__ = [
     "COMPILE_CACHE_VARIABLE",
     "NO_GRADIENT",
     "ArrayProgram",
+    "CudaIsJAX",
     "Place",
     "Program",
     "Programs",
     "TorchTPUProgram",
-    "active",
     "all_finite",
     "array_of",
     "as_array",
@@ -87,7 +88,6 @@ __all__ = [
     "differentiable",
     "differentiated",
     "dtype_name",
-    "enable",
     "feed_weights",
     "fetch_async",
     "first_nonfinite",
@@ -96,7 +96,6 @@ __all__ = [
     "free_memory",
     "host_array",
     "host_skeleton",
-    "is_enabled",
     "is_in_host_memory",
     "is_jax_device",
     "is_movable",
@@ -106,7 +105,6 @@ __all__ = [
     "largest",
     "largest_of",
     "method_program",
-    "mixing",
     "named_tensors",
     "of_several_processes",
     "on_accelerator",
@@ -118,6 +116,7 @@ __all__ = [
     "profiling",
     "programs_of",
     "put_weights",
+    "read_only",
     "rematerialized",
     "replace_weights",
     "run_method",
@@ -126,11 +125,11 @@ __all__ = [
     "to_jax",
     "to_torch",
     "torch_view",
+    "tracing",
     "wants_gradient",
     "warn_once",
     "without_gradient",
     "without_jax_checks",
-    "without_torchax",
 ]
 
 _MODULES = {
@@ -151,7 +150,6 @@ _MODULES = {
     ),
     "calls": (
         "method_program",
-        "mixing",
         "run_method",
         "warn_once",
     ),
@@ -159,12 +157,10 @@ _MODULES = {
         "COMPILE_CACHE_VARIABLE",
         "configure_compile_cache",
     ),
-    "environment": (
-        "active",
-        "enable",
-        "is_enabled",
+    "device": (
+        "CudaIsJAX",
         "on_meta",
-        "without_torchax",
+        "tracing",
     ),
     "forks": ("check_not_forked",),
     "gradients": (
@@ -177,7 +173,9 @@ _MODULES = {
     "host": (
         "device_and_dtype",
         "host_array",
+        "is_in_host_memory",
         "is_jax_device",
+        "on_default_device",
         "on_jax",
         "plain_tensor",
     ),
@@ -216,11 +214,10 @@ _MODULES = {
     "weights": (
         "byte_dtype",
         "feed_weights",
-        "is_in_host_memory",
         "is_movable",
         "named_tensors",
-        "on_default_device",
         "put_weights",
+        "read_only",
         "replace_weights",
     ),
 }

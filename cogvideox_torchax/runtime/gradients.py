@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from cogvideox_torchax.runtime.bridge import array_of, on_accelerator, tensor_of
-from cogvideox_torchax.runtime.environment import import_torchax
+from cogvideox_torchax.runtime.device import import_torchax
 from cogvideox_torchax.runtime.host import on_jax
 
 Function = Callable[..., Any]

@@ -15,7 +15,7 @@ from benchmarks.__main__ import main
 from benchmarks.plan import advice, chips, command, networks, programs, videos
 from benchmarks.plan.chips import PlanError
 from benchmarks.plan.requests import PlanRequest, requested
-from cogvideox_torchax import make_mesh, runtime
+from cogvideox_torchax import make_mesh
 from tests import reference, small_pipelines
 from tests.benchmarks.test_plan import plan_of
 
@@ -32,7 +32,6 @@ def _small(monkeypatch, in_an_empty_directory):
 
 
 def test_a_step_is_planned_whole_with_the_work_that_pytorch_counts():
-    runtime.enable()
     work = networks.step_work("5b", torch.float32, make_mesh(1, 2), None, frames=3, height=4, width=8)
     plan = programs.compile_program(work, make_mesh(1, 2))
     sizes = [
@@ -116,14 +115,13 @@ def test_the_published_transformers_have_their_published_sizes(monkeypatch):
 
 def test_a_step_of_an_unknown_transformer_costs_what_the_known_one_of_its_sizes_costs(tmp_path):
     """Its class is named by the pipeline's index; its attention is the kernel too."""
-    runtime.enable()
     known = small_pipelines.transformer("5b", num_layers=1)
-    model = runtime.without_torchax(ConsisIDTransformer3DModel.from_config, {**known.config})
-    runtime.without_torchax(model.save_pretrained, tmp_path / "transformer")
+    model = ConsisIDTransformer3DModel.from_config({**known.config})
+    model.save_pretrained(tmp_path / "transformer")
     index = {"_class_name": "ConsisIDPipeline", "transformer": ["diffusers", "ConsisIDTransformer3DModel"]}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     size = {"frames": 3, "height": 4, "width": 8}
-    runtime.without_torchax(known.save_pretrained, tmp_path / "known" / "transformer")
+    known.save_pretrained(tmp_path / "known" / "transformer")
     mesh = make_mesh(1, 1, devices=jax.devices()[:1])
     works = [
         networks.step_work(str(each), torch.bfloat16, mesh, None, **size)
@@ -146,7 +144,7 @@ def test_a_step_of_an_unknown_transformer_costs_what_the_known_one_of_its_sizes_
 def whole_plan(tmp_path_factory):
     """Save a pipeline; return a function that plans it for chips of so many bytes: CPUs are its slices."""
     directory = tmp_path_factory.mktemp("pipeline")
-    runtime.without_torchax(small_pipelines.one_layer().save_pretrained, directory)
+    small_pipelines.one_layer().save_pretrained(directory)
     options = ("--pipeline", str(directory), "--dtype", "float32", *SIZE, "-o", str(directory / "plan.json"))
 
     def devices_of(slice_name, **_):
