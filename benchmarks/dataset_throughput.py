@@ -19,8 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from benchmarks.pages import keep
-from cogvideox_torchax.cli.common import DEMO_MODEL
+from benchmarks.pages import DEMO_MODEL, keep
 from cogvideox_torchax.dataset import Clip, ClipConfig, EncodeClip, sources
 from cogvideox_torchax.dataset.directory import LatentDirectory
 from tests.dataset.conftest import write_clip

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import calibration, jobs, worker
-from benchmarks.estimate import chips
 from benchmarks.jobs import Budget, Size, spread
+from benchmarks.plan import chips
 from benchmarks.report import about
-from cogvideox_torchax.plan.chips import PlanError, check_compiler
 from jax_kernels.common.tiles import SWITCH
 
 FORMAT = "cogvideox-torchax-measurements/1"
@@ -278,8 +277,8 @@ class _Laboratory:
         device, switched_off = self.report["device"], self.report["switched_off"]  # kernels that are off
         try:
             topology = chips.topology_of(device["kind"], device["coordinates"])
-            check_compiler()
-        except PlanError as error:
+            chips.check_compiler(topology)
+        except chips.PlanError as error:
             self.report["not_estimated"] = str(error)
             return
 

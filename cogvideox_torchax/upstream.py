@@ -644,11 +644,3 @@ def register_block(kind: type) -> None:
     metadata = _attribute("diffusers", "diffusers.hooks._helpers", "TransformerBlockMetadata")
     # The caches look up here which item of a block's result is the patches, and which the text.
     registry.register(kind, metadata(return_hidden_states_index=0, return_encoder_hidden_states_index=1))
-
-
-def assume_cudnn(version: int) -> None:
-    """Have JAX lower cuDNN's attention for a version, such as 91000 for 9.10.0, without asking cuDNN."""
-    from jax._src.cudnn import fused_attention_stablehlo as attention
-
-    _attribute("jax", attention, "check_cudnn_version")  # an error if there is none
-    attention.check_cudnn_version = lambda: version

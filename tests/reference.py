@@ -20,9 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.interpreters import mlir
 
+from benchmarks.plan import hlo, programs
 from cogvideox_torchax import port, runtime
 from cogvideox_torchax.flax import FlaxVAEForPipelines
-from cogvideox_torchax.plan import hlo, programs
 from cogvideox_torchax.vae.directions import Direction
 from cogvideox_torchax.vae.nnx.autoencoder import compiled
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.vae.axes import NCTHW, NTHWC, Axes
 from cogvideox_torchax.vae.checkpoint import locate_vae
 from cogvideox_torchax.vae.directions import ENCODE, Direction
 
@@ -18,8 +17,8 @@ if TYPE_CHECKING:
     import torch
     from jax.sharding import Mesh
 
-Use = Literal["run", "verify", "plan"]
-"""A use of a backend: to run a VAE, to be compared by `verify`, or to be planned by `plan`."""
+Use = Literal["run", "verify"]
+"""A use of a backend by the command line: to run a VAE, or to be compared by `verify`."""
 
 Recorder = Callable[["torch.Tensor", Any], tuple[dict[str, "torch.Tensor"], Any]]
 """A function that runs a chunk and records layers: (chunk, cache) -> (outputs, next cache).
@@ -43,7 +42,6 @@ class Backend:
         uses: what the backend may be used for.
         stock: whether it runs diffusers' own modules.
         on_jax: whether JAX compiles it, so that it runs on a mesh too.
-        axes: the order of the axes of the chunks that `program` takes.
         vae: the model, with diffusers' interface: `encode(x).latent_dist` and `decode(z).sample`, in NCTHW;
             None before one is loaded.
     """
@@ -53,7 +51,6 @@ class Backend:
     uses: AbstractSet[Use]
     stock: bool = False
     on_jax: bool = True
-    axes: Axes = NCTHW
     vae: Any = None
 
     @property
@@ -87,13 +84,6 @@ class Backend:
             runtime.put_weights(vae)
         return replace(self, vae=vae)
 
-    def program(self, vae: Any, direction: Direction) -> Any:
-        """Return the program of a direction's chunks, which `plan` compiles ahead of time.
-
-        The program is for the config, dtype and mesh of `vae`, which has no weights (see `plan.jobs`).
-        """
-        return self.functions.program(vae, direction, self.stock)
-
     def put(self, x: "torch.Tensor") -> "torch.Tensor":
         """Return a plain tensor where the model takes it: on JAX if its weights are tensors there."""
         return runtime.to_jax(x) if runtime.is_on_jax(self.vae) else x
@@ -124,9 +114,9 @@ _TABLE = {
     entry.name: entry
     for entry in (
         Backend("torch", "modules", {"run", "verify"}, stock=True, on_jax=False),
-        Backend("torchax-stock", "modules", {"plan"}, stock=True),
-        Backend("torchax", "modules", {"run", "verify", "plan"}),
-        Backend("flax", "flax", {"run", "verify", "plan"}, axes=NTHWC),
+        Backend("torchax-stock", "modules", frozenset(), stock=True),
+        Backend("torchax", "modules", {"run", "verify"}),
+        Backend("flax", "flax", {"run", "verify"}),
     )
 }
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cogvideox_torchax import backends
-from cogvideox_torchax.cli import options, plan
+from cogvideox_torchax.cli import options
 from cogvideox_torchax.cli.options import Command, Option
 from cogvideox_torchax.files import faults, kinds, models, whole
 from cogvideox_torchax.vae.sizes import check_sides
@@ -437,7 +437,6 @@ COMMANDS = {
         ),
         check_verify,
     ),
-    "plan": plan.COMMAND,
 }
 
 
@@ -447,7 +446,7 @@ def check(args: argparse.Namespace) -> None:
     # A profile would start JAX, which processes must not do before they connect.
     both = args.distributed and "profile" in given
     faults.refuse((both, "--profile records a single process: leave out --distributed"))
-    if "model" in given and args.command != "plan":  # which has names of its own
+    if "model" in given:
         models.local(args.model)  # for its error
     for name in given.keys() & {"latents", "image", "prompts", "video"}:
         faults.refuse(*input_faults(given[name]))

@@ -20,7 +20,7 @@ OPTIONAL = {
     "pyarrow": ("data", "data sets in Parquet"),
     "ray": ("ray", "encoding data sets on Ray"),
     "fastapi": ("web", "the example that streams into a browser"),
-    "libtpu": ("tpu", "running on a TPU, and `plan` for one"),
+    "libtpu": ("tpu", "running on a TPU"),
 }
 """By package: the extra of this project that installs it, and its purpose."""
 INSTALL = "in the checkout pip install -c constraints.txt -e"

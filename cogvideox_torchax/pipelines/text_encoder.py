@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
@@ -10,7 +9,7 @@ from transformers.models.t5.modeling_t5 import T5EncoderModel as TransformersT5E
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.files.models import saved_from_host
-from cogvideox_torchax.pipelines.networks import KnownNetwork, TensorSpecs
+from cogvideox_torchax.pipelines.networks import KnownNetwork
 
 
 class TextEncoding(nn.Module):
@@ -55,8 +54,3 @@ class T5EncoderModel(KnownNetwork, TransformersT5Encoder):
         if hidden_states is None:  # this model is not stock
             return self.run_as_it_is(TransformersT5Encoder.forward, **tensors)
         return BaseModelOutput(last_hidden_state=hidden_states)  # pyright: ignore[reportArgumentType]
-
-
-def prompt_tensors(*, batch: int, text: int) -> TensorSpecs:
-    """Return the (shape, JAX dtype) of the encoder's input, for `batch` prompts of `text` tokens each."""
-    return {"input_ids": ((batch, text), jnp.int32)}

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from cogvideox_torchax.runtime.layers import profiling
     from cogvideox_torchax.runtime.memory import (
         free_memory,
-        host_peak_bytes,
         of_several_processes,
         out_of_memory,
     )
@@ -94,7 +93,6 @@ __all__ = [
     "forget_programs",
     "free_memory",
     "host_array",
-    "host_peak_bytes",
     "host_skeleton",
     "is_in_host_memory",
     "is_jax_device",
@@ -181,7 +179,6 @@ _MODULES = {
     "layers": ("profiling",),
     "memory": (
         "free_memory",
-        "host_peak_bytes",
         "of_several_processes",
         "out_of_memory",
     ),

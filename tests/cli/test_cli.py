@@ -460,11 +460,6 @@ WRONG = {
         ("decode", "größe 猫.st", *DECODE[2:]),
         "no file or directory gr",
     ),
-    "no chips": (
-        lambda: None,
-        ("plan", "--topology", "v6e:0x1", "--no-advice"),
-        "a colon and a grid, such as v6e:2x4",
-    ),
     "a mesh for many clips": (lambda: None, ("encode", ".", "-o", "new", "--tp", 2), "runs on one device"),
     "a seed for no sample": (lambda: None, ("encode", ".", *ENCODE[2:], "--seed", 3), "add --keep sample"),
 }
@@ -477,7 +472,7 @@ def test_wrong_input_is_one_line_exit_code_2_and_no_output(latent_file, refused,
 
     prepare()
     before = files()
-    options = () if arguments[0] in ("plan", "generate") else ("--backend", "torch", "--quiet")
+    options = () if arguments[0] == "generate" else ("--backend", "torch", "--quiet")
     assert words in refused(*arguments, *options)
     assert files() == before
 
@@ -566,7 +561,6 @@ WRONG_ARGUMENTS = {
     "noise to crop": ("verify --crop", "--crop is for a clip: pass one with --video"),
     "noise of an odd height": ("verify --height 15", "got noise of 15 x 96 pixels"),
     "no compile cache": ("compile 9x24x40 --backend torch", "--backend torch has no compile cache"),
-    "a plan of two models": ("plan --model 2b --pipeline 5b", "--pipeline 5b: give one of them"),
     **{
         f"{rate} frames a second, {command}": (
             f"{command} -o new.mp4 --fps {rate}",

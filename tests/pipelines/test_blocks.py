@@ -7,12 +7,13 @@ import pytest
 import torch
 from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0
 
+from benchmarks.plan import hlo
+from benchmarks.plan.networks import step_tensors
 from cogvideox_torchax import make_mesh, runtime
 from cogvideox_torchax.pipelines import known
 from cogvideox_torchax.pipelines.layers import AttnProcessor
 from cogvideox_torchax.pipelines.sharding import CONTEXT, TENSOR, choose_parallelism
-from cogvideox_torchax.pipelines.transformer import TransformerStep, step_tensors
-from cogvideox_torchax.plan import hlo
+from cogvideox_torchax.pipelines.transformer import TransformerStep
 from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, relative_error, rms_error
 from tests import small_pipelines
 from tests.reference import compiled_plan

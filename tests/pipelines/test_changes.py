@@ -16,8 +16,8 @@ from diffusers.models.autoencoders import autoencoder_kl_cogvideox as vae_classe
 from diffusers.models.transformers import cogvideox_transformer_3d as transformer_classes
 from torch import nn
 
+from benchmarks.plan.networks import described_program, step_tensors
 from cogvideox_torchax import make_mesh, port, runtime
-from cogvideox_torchax.pipelines.transformer import step_tensors
 from cogvideox_torchax.runtime.stock import change_in
 from tests import reference, small_pipelines
 from tests.pipelines import test_blocks
@@ -467,7 +467,7 @@ def test_a_lora_is_no_change():
 def planned(model):
     """Return the lowered text of a step that is only described, as `plan` describes it."""
     tensors = step_tensors(model, batch=2, frames=4, height=4, width=8, text=7)
-    program, specs = model.described_program(tensors)
+    program, specs = described_program(model, tensors)
     return program.lower(*program.structs(specs)).as_text()
 
 

@@ -28,11 +28,11 @@ from torchao.quantization import (
     quantize_,
 )
 
+from benchmarks.plan.networks import step_tensors
 from cogvideox_torchax import load_pipeline, make_mesh, port, runtime, upstream
 from cogvideox_torchax.files.models import ModelError
 from cogvideox_torchax.pipelines.layers import Linear
 from cogvideox_torchax.pipelines.sharding import weight_spec
-from cogvideox_torchax.pipelines.transformer import step_tensors
 from cogvideox_torchax.runtime.device import import_torchax
 from cogvideox_torchax.runtime.stock import change_in
 from cogvideox_torchax.vae.tolerances import rms_error

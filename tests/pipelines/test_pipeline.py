@@ -25,11 +25,12 @@ from diffusers.hooks import apply_layerwise_casting
 from diffusers.models.autoencoders.vae import DecoderOutput
 from diffusers.pipelines.cogvideo import pipeline_cogvideox
 
+from benchmarks.plan.networks import step_tensors
 from cogvideox_torchax import make_mesh, port, runtime, upstream
 from cogvideox_torchax.pipelines import known, layers
 from cogvideox_torchax.pipelines.port import _check_image_channels
 from cogvideox_torchax.pipelines.steps import NonFiniteError
-from cogvideox_torchax.pipelines.transformer import TransformerStep, step_tensors
+from cogvideox_torchax.pipelines.transformer import TransformerStep
 from cogvideox_torchax.runtime import device
 from cogvideox_torchax.runtime.host import on_host
 from cogvideox_torchax.runtime.stock import change_in
