@@ -212,7 +212,7 @@ def _call(_kind: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None)
     with torch._C.DisableTorchFunctionSubclass():
         if func is torch.Tensor.to and on_jax(args[0]) and views.is_there(*args, **options):
             return args[0]
-        if func in _INSTEAD or (func in _WHOLE and _runs_whole(args, options)):
+        if func in _INSTEAD or (func in _WHOLE and _runs_whole(func, args, options)):
             with contextlib.suppress(import_torchax().tensor.OperatorNotFound):
                 return environment.dispatch(func, types, args, options)
         # In the mode, torchax also makes the tensors that PyTorch makes on the way, such as those of numbers.
@@ -224,10 +224,10 @@ _WHOLE = (F.scaled_dot_product_attention, F.one_hot, torch.Tensor.__getitem__)
 """The functions that run as one operation of torchax's where no gradients are recorded."""
 
 
-def _runs_whole(args: Any, options: Any) -> bool:
+def _runs_whole(func: Any, args: Any, options: Any) -> bool:
     tensors = _tensors_in(args, options)
-    is_there = on_jax(tensors[0]) and KNOWN not in vars(tensors[0])
-    return is_there and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+    is_lookup = func is torch.Tensor.__getitem__ and (not on_jax(tensors[0]) or KNOWN in vars(tensors[0]))
+    return not is_lookup and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
 
 
 def _tensor(data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Any:
@@ -493,10 +493,13 @@ def to_jax(tensor: torch.Tensor) -> Any:
     """
     if on_jax(tensor):
         return tensor
-    import jax.numpy as jnp
+    import jax
 
-    # Of a copy of its own, an array takes the memory; `jnp.array` would compile a copy of each shape.
-    moved = import_torchax().interop.torch_view(jnp.asarray(np.array(host_array(tensor), order="C")))
+    # A copy of its own, whose memory JAX may keep. `jnp.asarray` compiles a program for each shape, but in a
+    # program's trace, where `device_put` would be an operation.
+    copied = np.array(host_array(tensor), order="C")
+    array = jax.numpy.asarray(copied) if upstream.is_tracing() else jax.device_put(copied)
+    moved = import_torchax().interop.torch_view(array)
     if moved.numel() <= KNOWN_SIZE and not upstream.is_traced(moved.jax()):
         vars(moved)[KNOWN] = _kept(tensor, moved.dtype)
     return moved

@@ -62,7 +62,7 @@ def replace_functions(registry: Any) -> None:
         needs_env=False,
         is_view_op=False,
     )
-    one_hot = table[F.one_hot].func
+    one_hot = registry.all_torch_functions[F.one_hot].func
     table[F.one_hot].func = lambda input, num_classes=-1: one_hot(input, num_classes)  # torch's own names
     functions = {F.scaled_dot_product_attention: _attention(table[F.scaled_dot_product_attention].func)}
     for operator in (aten.mul.Tensor, aten.mul.Scalar, aten.div):

@@ -278,12 +278,12 @@ def test_objects_and_containers_of_the_users_own_are_changed_as_in_pytorch():
     stock(X, expected)
     model(runtime.to_jax(X), found)
     assert largest_error(found["y"], expected["y"].detach()) < 1e-6
-    with pytest.raises(ValueError, match="Made changes a container among its arguments: pass tensors on JAX"):
-        model(X, {})
+    model(X, found)  # tensors of the host are moved
+    assert largest_error(found["y"], expected["y"].detach()) < 1e-6
     stock, model = stock_and_ported(adds_twice)
-    own, other = X.clone(), X.clone()
+    own, other = X.clone(), X.to("jax", copy=True)
     assert largest_error(model(other, other), stock(own, own).detach()) < 1e-6
-    assert torch.equal(own, other)
+    assert torch.equal(own, other.cpu())
 
 
 FACTOR, ENABLED, TABLE, CONFIG = 1.0, False, torch.ones(4), {"weight": 1.0}
@@ -444,7 +444,7 @@ def test_parts_of_a_ported_pipeline_make_another_pipeline_that_runs(tmp_path):
     pipe = port(consisid())
     made = ConsisIDPipeline(**pipe.components)
     made.set_progress_bar_config(disable=True)
-    assert isinstance(made, PortedPipeline)
+    assert type(made) is ConsisIDPipeline
     assert torch.equal(*(latents(each, "image", **faces()) for each in (pipe, made)))
     pipe.save_pretrained(tmp_path)
     loaded = ConsisIDTransformer3DModel.from_pretrained(tmp_path / "transformer")
