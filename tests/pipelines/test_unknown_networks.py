@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.pipelines import known, layers, transformer
-from cogvideox_torchax.pipelines.port import PortedPipeline
 from tests import reference, small_pipelines
 from tests.pipelines.test_pipeline import TOLERANCE, frames, latents
 from tests.reference import largest_error
