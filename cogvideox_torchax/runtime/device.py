@@ -381,7 +381,12 @@ def _on_host(func: Any, args: Any, options: Any, written: list[Any]) -> Any:
             hosts[id(tensor)] = tensor, host.clone() if any(tensor is each for each in written) else host
         return hosts[id(tensor)][1]
 
-    stays = options.get("device") is not None and options["device"].type == "cpu"
+    device, tensors = options.get("device"), _tensors_in(args, options)
+    # A number that the host knows mixes with tensors of the host as one of the host does.
+    mixes = any(type(tensor) in PLAIN and tensor.ndim for tensor in tensors)
+    stays = (
+        device.type == "cpu" if device else mixes and not any(on_jax(each) and each.ndim for each in tensors)
+    )
     if "device" in options:
         options = options | {"device": torch.device("cpu")}
     with no_dispatch():

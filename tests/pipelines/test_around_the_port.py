@@ -109,8 +109,8 @@ def test_a_copy_is_ported_too_and_a_deep_one_has_weights_and_ties_of_its_own(por
 
 
 @pytest.mark.usefixtures("torchax_off")
-def test_what_is_unpickled_is_in_pytorch_until_it_is_ported_again(ported, stock, want):
-    pipe = pickle.loads(pickle.dumps(ported))
+def test_what_is_unpickled_is_in_pytorch_until_it_is_ported_again(stock, want):
+    pipe = pickle.loads(pickle.dumps(port(copy.deepcopy(stock))))
     assert type(pipe) is type(stock)
     assert type(pipe.scheduler) is type(stock.scheduler)
     assert {type(weight) for weight in pipe.transformer.parameters()} == {torch.nn.Parameter}
