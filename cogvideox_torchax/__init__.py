@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,8 +12,6 @@ if TYPE_CHECKING:
     from cogvideox_torchax.sharding import make_mesh
     from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
-STARTED = time.time()
-"""When this process began to import the package: what is written later is not what it runs."""
 __version__ = "0.1.0"
 __all__ = ["AutoencoderKLCogVideoX", "enable", "load_pipeline", "make_mesh", "port", "save_video"]
 

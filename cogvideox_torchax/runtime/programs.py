@@ -19,7 +19,6 @@ from torch import nn
 
 from cogvideox_torchax.runtime.bridge import array_of, as_array, tensor_of
 from cogvideox_torchax.runtime.environment import import_torchax
-from cogvideox_torchax.runtime.executables import Executables
 from cogvideox_torchax.runtime.host import on_jax
 from cogvideox_torchax.runtime.layers import check_no_global_hooks, is_profiling, named_layers
 from cogvideox_torchax.runtime.models import PROGRAMS
@@ -134,19 +133,18 @@ class TorchNetwork:
 
     Attributes:
         name: the name of the module's class.
-        module: the module tree without its weights.
         weights: the structs of the weights, by name.
         keep_unused: whether the program keeps arguments that are not read (`ArrayProgram`).
     """
 
     def __init__(self, module: nn.Module):
         # A copy whose weights have no memory, so that a program does not keep the model's weights alive.
-        self.module = weightless(module)
+        self._module = weightless(module)
         self.name = type(module).__name__
         self.keep_unused = getattr(module, "keep_unused", False)
         self.weights = {
             name: jax.ShapeDtypeStruct(tuple(tensor.shape), jax_dtype(tensor.dtype))
-            for name, tensor in named_tensors(self.module).items()
+            for name, tensor in named_tensors(self._module).items()
         }
 
     def __call__(
@@ -164,7 +162,7 @@ class TorchNetwork:
             watching_options: keywords that the place's `trace` passes, for the same place's `watching`, which
                 may change the copy. On a mesh a VAE's place passes `split`, the sharding of the width.
         """
-        network = _check_deterministic(skeleton(self.module))
+        network = _check_deterministic(skeleton(self._module))
         # `functional_call` runs the network with these weights in place of its own, and `jax_view` makes a
         # function of arrays of it.
         call = import_torchax().interop.jax_view(functools.partial(torch.func.functional_call, network))
@@ -210,22 +208,8 @@ class Program(ArrayProgram):
         # that the arrays are placed already. The references are weak: the model keeps its arrays alive, and
         # those that it has replaced are to be freed.
         self._placed: tuple[list[str], list[weakref.ref[Any]]] = [], []
-        self._executables = Executables(getattr(self._network, "module", None), self.place)
         # This one donates no cache, as the backward pass reads it again. `jax.vjp` takes no compiler options.
         self._differentiable = jax.jit(self._trace_for_gradients)
-
-    def _find(self, arguments: Any) -> tuple[Any, str | None]:
-        return self._executables.find(arguments)
-
-    def _compile(self, lowered: Any, key: str | None) -> None:
-        if key:
-            self._executables.compile(lowered, key)
-        else:
-            lowered.compile()
-
-    @torch.no_grad()  # as pipelines run
-    def compile_ahead(self, inputs: Any, *, before: Any = None) -> None:
-        super().compile_ahead(inputs, before=before)
 
     def _trace_for_gradients(self, weights: dict[str, Any], inputs: Any, cache: Any) -> Any:
         """Trace with torch's gradients on; with gradients off, modules skip gradient checkpointing."""
