@@ -55,7 +55,7 @@ class Programs:
         self._lock = threading.Lock()
         # By the key that `get` makes, each program behind a snapshot of the modules that it was traced from.
         # The last key is the one that was asked for last.
-        self._kept: dict[Hashable, list[tuple[Snapshot, Any]]] = {}
+        self._kept: dict[tuple[Hashable, ...], list[tuple[Snapshot, Any]]] = {}
         self._has_warned = False
 
     def get(self, kind: Hashable, network: nn.Module, build: Callable[[nn.Module], T]) -> T:
@@ -93,6 +93,10 @@ class Programs:
             if len(self._kept) > self.KINDS:
                 del self._kept[next(iter(self._kept))]  # the key not asked for the longest
             return program
+
+    def kinds(self) -> list[Hashable]:
+        """Return the kinds of the kept programs, of which one may occur several times."""
+        return [kind for kind, *_ in self._kept]
 
 
 def programs_of(model: nn.Module) -> Programs:
