@@ -37,8 +37,7 @@ from cogvideox_torchax.runtime.gradients import without_gradient
 from cogvideox_torchax.runtime.host import PLAIN, on_jax
 from cogvideox_torchax.runtime.places import Place, describes_one_input
 from cogvideox_torchax.runtime.programs import Program, Programs, programs_of
-from cogvideox_torchax.runtime.skeleton import ForeignForwardError
-from cogvideox_torchax.runtime.snapshot import Snapshot
+from cogvideox_torchax.runtime.trees import Tree, UntraceableError
 from cogvideox_torchax.runtime.weights import named_tensors
 
 Method = Callable[..., Any]
@@ -48,10 +47,6 @@ VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 """Types of leaves that a program may have as constants: of a call's arguments, and of its result."""
 
 logger = logging.getLogger("cogvideox_torchax")
-
-
-class UntraceableError(ValueError):
-    """A method that no program can run; the message says why."""
 
 
 _INSIDE = contextvars.ContextVar("_INSIDE", default=False)
@@ -94,8 +89,8 @@ class _Form:
         arguments = tuple(i for i, leaf in enumerate(leaves) if not isinstance(leaf, VALUES))
         values = tuple(leaf if isinstance(leaf, VALUES) else None for leaf in leaves)
         types = tuple(repr(value) if isinstance(value, float | complex) else type(value) for value in values)
-        # One object for all equal forms. The form is an attribute of a `MethodCall`, and the snapshot that a
-        # program is found by compares attributes by identity.
+        # One object for all equal forms. The form is an attribute of a `MethodCall`, and a program is found
+        # by the identity of attributes.
         return _interned(cls(method, structure, values, types, arguments))
 
     def changing_argument(self, others: Iterable[Any]) -> str | None:
@@ -132,6 +127,7 @@ class MethodCall(nn.Module):
     """
 
     component = "model"  # the model's name in errors
+    runs_by_operation = True  # if it cannot be traced
 
     def __init__(self, model: nn.Module, form: _Form):
         super().__init__()
@@ -146,16 +142,16 @@ class MethodCall(nn.Module):
                 program can return.
         """
         leaves = [arguments.get(str(position), value) for position, value in enumerate(self.form.values)]
-        # A program has no effect but its result, so a method that changes anything else is refused. The
-        # snapshot and the lists here tell afterwards what it has changed.
-        snapshot = Snapshot(self.model)
+        # A program has no effect but its result, so a method that changes anything else is refused. The key
+        # and the lists here tell afterwards what it has changed.
+        tree = Tree(self.model)
         weights = named_tensors(self.model)
         # A write into a torchax tensor gives the tensor another array.
         old_arrays = [(tensor, array_of(tensor)) for tensor in (*weights.values(), *arguments.values())]
         with _inside_method():
             args, kwargs = pytree.tree_unflatten(leaves, self.form.structure)
             result = self.form.method(self.model, *args, **kwargs)
-        if not snapshot.holds(self.model):
+        if Tree(self.model).key != tree.key:
             raise UntraceableError("it changes its modules' attributes")
         if any(array_of(tensor) is not array for tensor, array in old_arrays):
             raise UntraceableError("it writes into its weights or its arguments")
@@ -367,10 +363,7 @@ def _run_compiled(model: nn.Module, form: _Form, leaves: list[Any], place: Place
     # The model keeps its programs, all for the place that the model is in. `get` finds this one by the form,
     # and by the modules of `network`.
     network = MethodCall(model, form)
-    try:
-        program = programs.get(form, network, build)
-    except ForeignForwardError as error:
-        raise UntraceableError(str(error)) from error
+    program = programs.get(form, network, build)
     if program.untraceable is not None:
         raise UntraceableError(program.untraceable)
     try:

@@ -1,7 +1,7 @@
 """Programs of torch modules, and the programs that a model keeps.
 
-`runtime.places` explains the terms *place*, *cache* and *struct*. A *module tree* is a network with all
-modules in it, and a *skeleton* is a copy of one to be traced (`runtime.skeleton`).
+`runtime.places` explains the terms *place*, *cache* and *struct*, and `runtime.trees` explains *module tree*.
+A *skeleton* is a copy of a module tree, to be traced.
 """
 
 import functools
@@ -22,10 +22,10 @@ from cogvideox_torchax.runtime.environment import import_torchax
 from cogvideox_torchax.runtime.host import on_jax
 from cogvideox_torchax.runtime.layers import check_no_global_hooks, is_profiling, named_layers
 from cogvideox_torchax.runtime.models import PROGRAMS
+from cogvideox_torchax.runtime.outside import Variables
 from cogvideox_torchax.runtime.places import ArrayProgram, Place
-from cogvideox_torchax.runtime.skeleton import skeleton, weightless
-from cogvideox_torchax.runtime.snapshot import Snapshot, modules_of
 from cogvideox_torchax.runtime.tensors import jax_dtype
+from cogvideox_torchax.runtime.trees import Tree, UntraceableError, skeleton, weightless
 from cogvideox_torchax.runtime.user_checks import without_jax_checks
 from cogvideox_torchax.runtime.weights import assign, named_tensors, put_weights
 from cogvideox_torchax.upstream import array_in, is_traced
@@ -35,12 +35,15 @@ TRACING = threading.RLock()
 """Lock held while a network is traced: torchax does not support two traces at once."""
 
 EVICTED = (
-    "%s: its last %d programs are kept, and it has had one more: each call in which modules, attributes, "
-    "hooks or the global variables that hooks read differ from all of these compiles a program anew"
+    "%s: its last %d programs are kept, and it has had one more: each call in which modules, attributes "
+    "or hooks differ from all of these compiles a program anew"
 )
 logger = logging.getLogger("cogvideox_torchax")
 
 T = TypeVar("T")
+
+_FOUND: weakref.WeakKeyDictionary[nn.Module, list[torch.Tensor]] = weakref.WeakKeyDictionary()
+"""By a network whose program was just asked for, its weights, for `Program.weights`."""
 
 
 class Programs:
@@ -53,9 +56,9 @@ class Programs:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # By the key that `get` makes, each program behind a snapshot of the modules that it was traced from.
-        # The last key is the one that was asked for last.
-        self._kept: dict[tuple[Hashable, ...], list[tuple[Snapshot, Any]]] = {}
+        # By kind, and then by the key of the module tree: the program, and what the key has by ids. Of both
+        # the last one is the one that was asked for last.
+        self._kept: dict[tuple[Hashable, ...], dict[Hashable, tuple[Any, list[Any]]]] = {}
         self._has_warned = False
 
     def get(self, kind: Hashable, network: nn.Module, build: Callable[[nn.Module], T]) -> T:
@@ -69,24 +72,17 @@ class Programs:
         from jax_kernels.common.tiles import pallas_mode
 
         check_no_global_hooks()
+        # The walk comes before the program: if another thread changes the network in between, the next call
+        # finds another key, and builds a new program.
+        tree = Tree(network)
+        _FOUND[network] = tree.tensors
         with self._lock:
             # Whether a profile is recorded, and how Pallas kernels run, change the traced program too.
             key = (kind, is_profiling(), pallas_mode())
-            # The programs of one key differ in the module tree that they were traced from.
-            entries = self._kept[key] = self._kept.pop(key, [])  # this moves the key to the end
-            for entry in entries:
-                snapshot, program = entry
-                if snapshot.holds(network):
-                    entries.remove(entry)
-                    entries.insert(0, entry)  # the next call compares it first
-                    return program
-            # The snapshot comes before the program: if another thread changes the network in between, the
-            # snapshot does not hold for the changed network, and the next call builds a new program.
-            snapshot = Snapshot(network)
-            program = build(network)
-            entries.insert(0, (snapshot, program))
-            if len(entries) > self.KEPT:
-                del entries[self.KEPT :]  # the one not asked for the longest
+            programs = self._kept[key] = self._kept.pop(key, {})  # this moves the key to the end
+            program, _held = programs[tree.key] = programs.pop(tree.key, None) or (build(network), tree.held)
+            if len(programs) > self.KEPT:
+                del programs[next(iter(programs))]  # the one not asked for the longest
                 if not self._has_warned:
                     logger.warning(EVICTED, type(network).__name__, self.KEPT)
                 self._has_warned = True
@@ -181,19 +177,22 @@ class TorchNetwork:
         with TRACING, named_layers(network), watching, precision, warnings.catch_warnings():
             # torch's int64 becomes JAX's int32, which positions and token ids fit into.
             warnings.filterwarnings("ignore", "Explicitly requested dtype int64")
-            return call(weights, (inputs, cache))
+            variables = Variables(Tree(network))
+            try:
+                return call(weights, (inputs, cache))
+            finally:
+                self._check_unchanged(variables.undo())
 
-
-def _tensors_of(network: nn.Module) -> list[torch.Tensor]:
-    """Return the parameters and buffers of a network, a tied one once for each of its names."""
-    return [
-        tensor
-        for module in modules_of(network)
-        for table in (module._parameters, module._buffers)
-        if table
-        for tensor in table.values()
-        if tensor is not None
-    ]
+    def _check_unchanged(self, variable: str | None) -> None:
+        """Raise an error, or log a warning, if tracing has changed a variable outside of the network."""
+        if variable is None:
+            return
+        if getattr(self._module, "runs_by_operation", False):
+            raise UntraceableError(f"it changes {variable}, a variable outside of its modules")
+        logger.warning(
+            "%s: hooks or methods change %s, a variable outside of its modules, which no program does",
+            *(self.name, variable),
+        )
 
 
 class Program(ArrayProgram):
@@ -228,7 +227,8 @@ class Program(ArrayProgram):
         network then holds the moved one. This runs before each call, and the usual case, that all arrays are
         those of the previous call, is found fast.
         """
-        arrays = list(map(array_in, _tensors_of(network)))  # None for a plain tensor
+        tensors = _FOUND.pop(network, None) or Tree(network).tensors
+        arrays = list(map(array_in, tensors))  # None for a plain tensor
         names, references = self._placed
         # `reference()` is None for an array that was freed, so None must not count as the same array.
         if len(arrays) == len(names) and all(
@@ -239,7 +239,7 @@ class Program(ArrayProgram):
         weights = self._placed_weights(network)
         name_of = {id(tensor): name for name, tensor in named_tensors(network).items()}
         # The names in the order of `arrays`. A tied weight has several places there, and here one name.
-        names = [name_of[id(tensor)] for tensor in _tensors_of(network)]
+        names = [name_of[id(tensor)] for tensor in Tree(network).tensors]
         if all(isinstance(array, jax.Array) and not is_traced(array) for array in weights.values()):
             self._placed = names, [weakref.ref(weights[name]) for name in names]
         return weights

@@ -18,7 +18,7 @@ from torch import nn
 
 from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.pipelines.transformer import step_tensors
-from cogvideox_torchax.runtime.stock import change_in
+from cogvideox_torchax.runtime.trees import change_in
 from tests import reference, small_pipelines
 from tests.pipelines import test_blocks
 from tests.pipelines.test_blocks import step
@@ -511,6 +511,14 @@ def test_a_forward_that_changes_an_attribute_runs_operation_by_operation_and_is_
         "transformer: CogVideoXTransformer3DModel runs operation by operation, since it changes its modules' "
         "attributes"
     )
+
+
+def test_a_variable_that_a_hook_of_the_vae_changes_is_named_and_stays_as_it_is(caplog):
+    vae, seen = shared(ported_vae), []
+    with vae.decoder.conv_out.register_forward_hook(lambda *_: seen.append(1)):
+        decoded(vae)
+    assert seen == []
+    assert "DecoderChunk: hooks or methods change seen, a variable outside of its modules" in caplog.text
 
 
 OF_THE_VAE = {

@@ -29,7 +29,7 @@ from cogvideox_torchax.pipelines import known, layers
 from cogvideox_torchax.pipelines.port import _check_image_channels
 from cogvideox_torchax.pipelines.scheduler import NonFiniteError, port_scheduler
 from cogvideox_torchax.pipelines.transformer import TransformerStep, step_tensors
-from cogvideox_torchax.runtime.stock import change_in
+from cogvideox_torchax.runtime.trees import change_in
 from cogvideox_torchax.vae.tolerances import relative_error
 from examples.small_pipeline import SENTENCES
 from tests import small_pipelines

@@ -1,4 +1,4 @@
-"""A snapshot of a module tree: each change that a traced program would not have seen ends it."""
+"""The key of a module tree: each change that a traced program would not have seen gives another key."""
 
 import copy
 import types
@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from cogvideox_torchax.runtime.snapshot import Snapshot
+from cogvideox_torchax.runtime.trees import Tree
 
 
 class Scaled(nn.Linear):
+    size = 0
+
     def __init__(self):
         super().__init__(4, 4)
         self.options = {"scales": [1.0], "deep": {"list": [[]]}, "tuple": ([set()],)}
@@ -44,6 +46,9 @@ CHANGES = {
     "an item of an object's list": lambda network: network[0].processor.names.append("a"),
     "a hook": lambda network: network[0].register_forward_hook(print),
     "a write into a plain tensor": lambda network: network[0].shift.add_(1),
+    "an attribute of a class": lambda network: setattr(Scaled, "size", Scaled.size + 1),
+    "a module used twice": lambda network: network._modules.update({"1": network[0]}),
+    "an object's own container inside of itself": lambda network: network[0].kinds.append(network[0].kinds),
     "a weight under another name": lambda network: network[0]._parameters.update(
         offset=network[0]._parameters.pop("bias")
     ),
@@ -56,10 +61,10 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_seen(network, change):
     parts = list(network)  # a part that is replaced lives on
-    snapshot = Snapshot(network)
-    assert snapshot.holds(network)
+    before = Tree(network)
+    assert Tree(network).key == before.key
     CHANGES[change](network)
-    assert not snapshot.holds(network)
+    assert Tree(network).key != before.key
     del parts
 
 
@@ -67,14 +72,14 @@ def test_a_change_is_seen(network, change):
 def test_a_copy_is_no_change_of_the_copied_classes(network):
     Base = type("Base", (), {})
     network[0].processor = type("Processor", (Base,), {"factor": 1.0})()
-    snapshot = Snapshot(network)
+    before = Tree(network)
     copy.deepcopy([network, Base()])
-    assert snapshot.holds(network)
+    assert Tree(network).key == before.key
 
 
 def test_new_weights_are_no_change_and_neither_is_another_root_around_the_parts(network):
-    snapshot = Snapshot(network)
+    before = Tree(network)
     network[0].weight = nn.Parameter(torch.ones(4, 4))
     network[0].load_state_dict(Scaled().state_dict(), assign=True)
-    assert snapshot.holds(network)
-    assert snapshot.holds(nn.Sequential(*network))
+    assert Tree(network).key == before.key
+    assert Tree(nn.Sequential(*network)).key == before.key
