@@ -170,7 +170,10 @@ class Tree:
         items = items_of(value, in_processor)
         if items is not None and id(value) not in self._numbers:
             self._numbers[id(value)] = len(self._numbers)
-            self._key += (type(value), len(items))
+            # An object may hold more than its attributes, so that it counts by its identity as well.
+            held = () if type(value) in CONTAINERS else (value,)
+            self._key += (type(value), *map(id, held), len(items))
+            self.held += held
             for item in items:
                 self._add(item, in_processor)
         elif items is not None:

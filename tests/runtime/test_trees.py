@@ -1,6 +1,7 @@
 """The key of a module tree: each change that a traced program would not have seen gives another key."""
 
 import copy
+import functools
 import types
 
 import pytest
@@ -18,6 +19,7 @@ class Scaled(nn.Linear):
         self.options = {"scales": [1.0], "deep": {"list": [[]]}, "tuple": ([set()],)}
         self.kinds = [1]
         self.shift = torch.zeros(4)
+        self.activation = functools.partial(torch.add, alpha=1)
         self.processor = types.SimpleNamespace(factor=1.0, names=[])
 
 
@@ -36,6 +38,9 @@ CHANGES = {
     "an attribute less": lambda network: delattr(network[0], "options"),
     "an attribute's value": lambda network: setattr(network[0], "in_features", 5),
     "an attribute of the root": lambda network: setattr(network, "more", 1),
+    "another object without attributes": lambda network: setattr(
+        network[0], "activation", functools.partial(torch.add, alpha=2)
+    ),
     "an item inside an attribute": lambda network: network[0].options["scales"].append(2.0),
     "an item of a dictionary in it": lambda network: network[0].options["deep"].update(gain=3),
     "an item of a list in a list": lambda network: network[0].options["deep"]["list"][0].append("a"),
