@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import time
 import types
 from collections import OrderedDict
 from unittest import mock
@@ -511,6 +512,29 @@ def test_a_forward_that_changes_an_attribute_runs_operation_by_operation_and_is_
         "transformer: CogVideoXTransformer3DModel runs operation by operation, since it changes its modules' "
         "attributes"
     )
+
+
+TIMES = []
+
+
+def timed(method):
+    def call(self, *args, **kwargs):
+        TIMES.append(time.perf_counter())
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("kind", [Transformer, transformer_classes.CogVideoXBlock])
+def test_a_wrapper_around_a_class_that_keeps_times_is_called_in_each_call(kind, monkeypatch, caplog):
+    model = ported()
+    expected = step(model)
+    TIMES.clear()
+    monkeypatch.setattr(kind, "forward", timed(kind.forward))
+    for calls in (1, 2, 3):
+        assert largest_error(step(model), expected) < 1e-5
+        assert len(TIMES) == calls
+    assert caplog.messages[-1].endswith("since it changes TIMES, a variable outside of its modules")
 
 
 def test_a_variable_that_a_hook_of_the_vae_changes_is_named_and_stays_as_it_is(caplog):
