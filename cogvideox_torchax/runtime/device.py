@@ -211,13 +211,18 @@ def _call(_kind: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None)
     options = kwargs or {}
     environment = import_torchax().default_env()
     with torch._C.DisableTorchFunctionSubclass():
+        tensors = _tensors_in(args, options)
+        records = views.records_gradients(tensors)
+        if records and any(map(views.is_slice, tensors)):
+            args, options = pytree.tree_map_only(torch.Tensor, views.as_view, (args, options))
         if func is torch.Tensor.to and on_jax(args[0]) and views.is_there(*args, **options):
             return args[0]
         if func in _CASTS and torch.Tensor.dtype.__get__(args[0]) != args[0].dtype:  # pyright: ignore
             # `data` has had another dtype since, of which PyTorch's wrapper does not know.
             dtype = _CASTS[func] or device_and_dtype(args[1:], options)[1]
             return torch.ops.aten._to_copy.default(args[0], dtype=dtype)
-        if func in _INSTEAD or (func in _WHOLE and _runs_whole(func, args, options)):
+        is_known = func is torch.Tensor.__getitem__ and (not on_jax(args[0]) or KNOWN in vars(args[0]))
+        if func in _INSTEAD or (func in _WHOLE and not records and not is_known):
             with contextlib.suppress(import_torchax().tensor.OperatorNotFound):
                 return environment.dispatch(func, types, args, options)
         # In the mode, torchax also makes the tensors that PyTorch makes on the way, such as those of numbers.
@@ -237,12 +242,6 @@ _WHOLE = (F.scaled_dot_product_attention, F.one_hot, torch.Tensor.__getitem__)
 """The functions that run as one operation of torchax's where no gradients are recorded."""
 
 
-def _runs_whole(func: Any, args: Any, options: Any) -> bool:
-    tensors = _tensors_in(args, options)
-    is_lookup = func is torch.Tensor.__getitem__ and (not on_jax(tensors[0]) or KNOWN in vars(tensors[0]))
-    return not is_lookup and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
-
-
 def _tensor(data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Any:
     return data.detach().clone().to(device, dtype or data.dtype).requires_grad_(requires_grad)
 
@@ -251,8 +250,14 @@ def _new_tensor(like: Any, data: Any, *, dtype: Any = None, device: Any = "jax",
     return torch.tensor(data, dtype=dtype or like.dtype, device=device, **options)
 
 
+def _fill_diagonal(tensor: Any, value: float, wrap: bool = False) -> Any:
+    filled = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.copy_(torch.ops.aten.fill_diagonal_(filled, value, wrap))
+
+
 _INSTEAD: dict[Any, Callable[..., Any]] = {
     torch.Tensor.contiguous: views.contiguous,
+    torch.Tensor.fill_diagonal_: _fill_diagonal,
     torch.as_tensor: lambda data, dtype=None, device=None: data.to(device, dtype or data.dtype),
     torch.tensor: _tensor,
     torch.Tensor.new_tensor: _new_tensor,
@@ -298,6 +303,13 @@ def _run_operator(self: Any, func: Any, args: Any, options: Any, written: list[A
     packet, name = func.overloadpacket, func.overloadpacket.__name__
     if packet is torch.ops.aten.copy_:
         return _copied(*args[:2])
+    if any(map(views.is_slice, written)):
+        return _run_on_slices(self, func, args, options, written, run)
+    dtype = options.get("dtype")
+    if dtype is not None and all(argument.name != "layout" for argument in func._schema.arguments):
+        # torch casts what it sums; torchax has no such option for most sums, or does not look at it.
+        rest = {option: value for option, value in options.items() if option != "dtype"}
+        return _run_operator(self, func, (args[0].to(dtype), *args[1:]), rest, written, run).to(dtype)
     with upstream.dispatching(self._dispatch_mode):  # in which an operator's parts are torchax's too
         if name.startswith("_foreach_"):  # torch computes it by one operation for each tensor
             return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **options)
@@ -309,7 +321,10 @@ def _run_operator(self: Any, func: Any, args: Any, options: Any, written: list[A
     if "out" in options:  # a factory
         return _on_host(func, args, options, written)
     try:
-        return run(args, dict(options))  # which takes options out as it reads them
+        result = run(args, dict(options))  # which takes options out as it reads them
+        # Some functions of torchax's return what they should have written.
+        is_lost = len(written) == 1 and isinstance(result, torch.Tensor) and result is not written[0]
+        return written[0].copy_(result) if is_lost else result
     except import_torchax().tensor.OperatorNotFound:
         # torchax lacks some operators that write into their input, such as `logical_and_`.
         functional = getattr(torch.ops.aten, name.removesuffix("_"), packet)
@@ -323,6 +338,25 @@ def _run_operator(self: Any, func: Any, args: Any, options: Any, written: list[A
             raise
         _warn_of(name)
         return _on_host(func, args, options, written)
+
+
+def _run_on_slices(self: Any, func: Any, args: Any, options: Any, written: list[Any], run: Any) -> Any:
+    """Run an operator that writes slices by brackets, of which torchax would have it write copies."""
+    if torch.Tag.inplace_view in func.tags:
+        name = func.overloadpacket.__name__
+        raise ValueError(f"got {name} of a slice by brackets, which keeps its shape: take {name[:-1]}")
+    slices = [each for each in written if views.is_slice(each)]
+    copies = [each.torch() for each in slices]
+
+    def swapped(trees: Any, old: list[Any], new: list[Any]) -> Any:
+        others = dict(zip(map(id, old), new, strict=True))
+        return pytree.tree_map_only(torch.Tensor, lambda leaf: others.get(id(leaf), leaf), trees)
+
+    args, options, written = swapped((args, options, written), slices, copies)
+    result = _run_operator(self, func, args, options, written, run)
+    for target, copy in zip(slices, copies, strict=True):
+        target.update(copy)
+    return swapped(result, copies, slices)
 
 
 @functools.cache
@@ -391,7 +425,13 @@ def _on_host(func: Any, args: Any, options: Any, written: list[Any]) -> Any:
         options = options | {"device": torch.device("cpu")}
     with no_dispatch():
         host_args, host_options = pytree.tree_map_only(torch.Tensor, host_copy, (args, options))
-        results = func(*host_args, **host_options)
+        try:
+            results = func(*host_args, **host_options)
+        except (RuntimeError, IndexError):  # indices, which JAX has in 32 bits
+            host_args = pytree.tree_map_only(
+                torch.Tensor, lambda each: each.long() if each.dtype == torch.int32 else each, host_args
+            )
+            results = func(*host_args, **host_options)
     for tensor, host in hosts.values():
         if any(tensor is each for each in written):
             _assign(tensor, to_jax(host).jax(), host)
@@ -463,7 +503,7 @@ def _copied(target: Any, source: Any) -> Any:
 
 def _assign(target: Any, array: Any, host: torch.Tensor | None = None) -> None:
     """Give a tensor on JAX another array, whose values are those of `host`, if it is given."""
-    if "view_info" in vars(target):  # a slice by brackets
+    if views.is_slice(target):
         target.update(array)
         return
     target._elem = array

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import torch
+from torch._decomp.decompositions import native_batch_norm_helper
 from torch.nn import functional as F
 from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
@@ -39,10 +40,14 @@ def replace_functions(registry: Any) -> None:
     # The tables have, for each operation of torch, an entry whose `func` computes it.
     aten, operators = torch.ops.aten, registry.all_aten_ops
     table = operators | registry.all_torch_functions
-    of_tensors = {getattr(aten, name): _unfused(*update) for name, update in FUSED.items()}
+    of_tensors: dict[Any, Callable[..., Any]] = {
+        getattr(aten, name): _unfused(*update) for name, update in FUSED.items()
+    }
     of_tensors |= {aten._is_all_true: torch.all, aten._is_any_true: torch.any}  # torch.distributions has them
     of_tensors[aten.set_] = torch.Tensor.copy_  # by it `register_parametrization` keeps a weight
     of_tensors[aten.resize_] = _resized
+    # torchax's keeps no running statistics.
+    of_tensors[aten.native_batch_norm] = lambda *args: native_batch_norm_helper(*args, functional=False)[:3]
     for packet, function in of_tensors.items():
         # torchax looks an overload up before its packet, so an entry of its own may hide the packet's.
         for operator in (packet, *(getattr(packet, overload) for overload in packet.overloads())):

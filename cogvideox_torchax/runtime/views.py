@@ -11,7 +11,7 @@ say where in the storage each element of the tensor lies.
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -96,7 +96,7 @@ def layout_of(source: Any) -> torch.Tensor:
     attributes = vars(source)
     if type(source) in PLAIN:
         return torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
-    if "view_info" in attributes:  # a slice by brackets
+    if is_slice(source):
         return layout_of(source.parent)[source.view_info.slices]
     if STORAGE not in attributes:
         layout = torch.empty(source.shape, dtype=source.dtype, device="meta")
@@ -104,9 +104,41 @@ def layout_of(source: Any) -> torch.Tensor:
     return attributes[LAYOUT]
 
 
+def is_slice(tensor: Any) -> bool:
+    """Return whether a tensor is a slice by brackets, which torchax writes into its parent."""
+    return "view_info" in vars(tensor)
+
+
+def as_view(tensor: Any) -> Any:
+    """Return a slice by brackets as a view of PyTorch's, whose gradients it knows; else the tensor itself."""
+    return as_view(tensor.parent)[tensor.view_info.slices] if is_slice(tensor) else tensor
+
+
+def _whole(tensor: Any) -> Any:
+    """Return the tensor that a slice by brackets is of, which holds the array; else the tensor itself."""
+    return _whole(tensor.parent) if is_slice(tensor) else tensor
+
+
+def records_gradients(tensors: Iterable[Any]) -> bool:
+    """Return whether PyTorch records the gradients of an operation on these tensors."""
+    return torch.is_grad_enabled() and any(_whole(tensor).requires_grad for tensor in tensors)
+
+
+def _set_item(write: Callable[..., None]) -> Callable[..., None]:
+    """Return torchax's `__setitem__`, which knows no gradients, as PyTorch's where it records them."""
+
+    def call(self: Any, key: Any, value: Any) -> None:
+        if records_gradients(each for each in (self, value) if isinstance(each, torch.Tensor)):
+            torch.Tensor.__setitem__(self, key, value)
+        else:
+            write(self, key, value)
+
+    return call
+
+
 def _is_contiguous(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is contiguous; a tensor on JAX without a layout is."""
-    is_laid_out = type(tensor) in PLAIN or LAYOUT in vars(tensor) or "view_info" in vars(tensor)
+    is_laid_out = type(tensor) in PLAIN or LAYOUT in vars(tensor) or is_slice(tensor)
     return not is_laid_out or layout_of(tensor).is_contiguous()
 
 
@@ -189,6 +221,7 @@ def share_views(tensor_class: Any, slice_class: Any) -> None:
     tensor_class.detach = detach
     tensor_class.data = property(detach, _set_data)  # torchax's getter returns the tensor itself
     for kind in (tensor_class, slice_class):
+        kind.__setitem__ = _set_item(kind.__setitem__)
         kind.is_meta = False  # of a tensor on torch's "meta" device, `nn.init.orthogonal_` fills nothing
         # torch's reads the shape that a tensor was made with, which `t_` has changed since.
         kind.view_as = lambda self, other: self.view(other.shape)
@@ -277,8 +310,7 @@ def _share(source: Any, results: Any, operation: Callable[[torch.Tensor], Any]) 
             # These strides forbid a view. The caller asked for a `reshape`: torch makes a `view` of it, as it
             # takes torchax's tensors for contiguous. In PyTorch it copies, so nothing is shared.
             return
-    while "view_info" in vars(source):
-        source = source.parent  # which holds the array and the storage
+    source = _whole(source)
     # A result is a view if its layout has the storage of `source`'s layout; `_cdata` is this storage's
     # address. Left out are slices, which write into their parents by themselves; `source` itself; and a
     # result to which torchax gives another shape than torch does, so that the layout does not fit.
