@@ -171,8 +171,6 @@ def print_report(
         return 0
     ids = list(directory.bad)
     shown = ", ".join([*ids[:5], "..."] if len(ids) > 5 else ids)
-    common.say(
-        f"bad {unit}s left out: {len(ids)} ({shown}); a line above or {directory.failed} says why, and what "
-        "helps"
-    )
+    place = f"a line above or {directory.failed}" if directory.failed.exists() else "a line above"
+    common.say(f"bad {unit}s left out: {len(ids)} ({shown}); {place} says why, and what helps")
     return 1

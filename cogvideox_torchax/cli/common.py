@@ -82,9 +82,8 @@ def take_bundled_pipeline(args: argparse.Namespace) -> None:
     if args.model is None:
         args.model = str(TINY_PIPELINE)
         say(f"no --model is given: taking the small bundled pipeline {args.model} (docs/tiny-pipeline.md)")
-        if args.from_stage != "latents":  # nothing is sampled from there on
-            vars(args).update({k: v for k, v in TINY_SAMPLING.items() if getattr(args, k) is None})
-            hint_at_words(args.prompt or TINY_PROMPT)
+        vars(args).update({k: v for k, v in TINY_SAMPLING.items() if getattr(args, k) is None})
+        hint_at_words(args.prompt or TINY_PROMPT)
 
 
 def hint_at_words(prompt: str) -> None:

@@ -74,10 +74,18 @@ class OutputDirectory:
         self.failed, self._settings = self.directory / self.FAILED, self.directory / self.SETTINGS
         self._failed_before = {} if retry else failures(self.failed)
 
-    def locked(self) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
         """Lock this process's share for a `with` block; `LockedError` if another run works on it."""
-        # A hidden directory of this name is made and locked: other shares have names of their own.
-        return reserved(self.directory / f"{self.FAILED}-{self.shard.index}", ".lock")
+        with contextlib.ExitStack() as stack:
+            try:
+                # A hidden directory of this name is made and locked: other shares have names of their own.
+                stack.enter_context(reserved(self.directory / f"{self.FAILED}-{self.shard.index}", ".lock"))
+            except LockedError as error:
+                raise LockedError(
+                    f"cannot write {self.directory}: another run is writing it; wait for it, or end it"
+                ) from error
+            yield
 
     def save_or_check_settings(self, settings: dict[str, Any]) -> None:
         """Write the settings' file unless it exists; raise `OutputError` if it holds other settings."""

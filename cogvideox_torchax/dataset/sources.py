@@ -25,7 +25,7 @@ FIELDS: dict[str, type] = {
 
 def is_many(path: str | Path) -> bool:
     """Return whether a path names many clips: a directory, or a list in .txt or .jsonl."""
-    return Path(path).is_dir() or Path(path).suffix in LISTS
+    return Path(path).is_dir() or Path(path).suffix.lower() in LISTS
 
 
 def files_below(
@@ -127,13 +127,17 @@ def fields_of(line: str, path: Path, key: str, types: Mapping[str, type], owner:
     without the `key`.
     """
     try:
-        fields: dict[str, Any] = {key: line} if path.suffix == ".txt" else dict(reports.parse(line))
+        in_text = path.suffix.lower() == ".txt"
+        fields: dict[str, Any] = {key: line} if in_text else dict(reports.parse(line))
+        fields = {name: value for name, value in fields.items() if value is not None}  # null is absent
         fields[key]  # for its error
     except (KeyError, TypeError, ValueError) as error:
         raise ClipError(f"an object with a {key} is wanted, got {line[:80]}") from error
     for name, value in fields.items():
         if name not in types:
-            raise ClipError(f"got {name}, which no {owner} has")
+            raise ClipError(f"got {name}, which no {owner} has: it may have {', '.join(types)}")
+        if types[name] is int and isinstance(value, float) and value.is_integer():
+            fields[name] = value = int(value)  # a column with an empty cell has floats
         wanted_type, lowest = types[name], 0 if name == "seed" else 1
         # Not `isinstance`, for which a bool is an int. JSON may have 6 for 6.0.
         is_wanted = type(value) is wanted_type or (wanted_type is float and type(value) is int)

@@ -10,9 +10,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import torch
 
-from cogvideox_torchax.cli import stages
 from cogvideox_torchax.dataset import formats
 from cogvideox_torchax.files import latents, reports, whole
 from cogvideox_torchax.files.whole import LockedError, OutputError, whole_file
@@ -176,7 +174,6 @@ def test_the_directory_of_an_exchange_goes_with_its_run_or_with_the_next_one_of_
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
-REQUEST = stages.Request(prompt="a cat", frames=9, height=16, width=24)
 ABOUT = {"id": "a", "caption": "a cat", "width": 40, "height": 24}
 
 
@@ -207,16 +204,11 @@ def write_figure(path):
     reports.save_figure(reports.pyplot().figure(figsize=(2, 1)), path)
 
 
-def write_stage(path):
-    stages.save_text(path.parent, {"prompt_embeds": torch.rand(1, 8, 16)}, request=REQUEST, model="abc")
-
-
 WRITERS = {
     "clip.mp4": write_video,
     "clip.gif": write_video,
     "frames": write_video,
     "z.safetensors": lambda path: latents.save(MADE, path),
-    "text.safetensors": write_stage,
     "report.json": lambda path: reports.write_json(path, {"text": "x" * 9999}),
     "figure.png": write_figure,
     "shard.parquet": write_shard,
