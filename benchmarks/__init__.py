@@ -1,6 +1,6 @@
-"""The laboratory: measures and estimates times, and draws the documents' tables, from a checkout.
+"""The laboratory: plans and measures programs, and draws the documents' tables, from a checkout.
 
-`python -m benchmarks ab | device | estimate | draw`; a module with a table of its own, such as `caches`, is
+`python -m benchmarks ab | device | plan | draw`; a module with a table of its own, such as `caches`, is
 measured by `python -m benchmarks.caches`.
 
 A *job* is the computation: an entry of `jobs.JOBS`. A *way* runs it: a backend, or the port with its kernels

@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.jobs import BACKENDS, JOBS, Budget, Size
-from cogvideox_torchax.cli.common import DEMO_MODEL, narrator, say
-from cogvideox_torchax.cli.options import JSON, QUIET, Option, output, positive
+from benchmarks.options import JSON, QUIET, Option, add_to, narrator, option, output, positive, say
+from benchmarks.pages import DEMO_MODEL
+from benchmarks.plan.command import OPTIONS
 from cogvideox_torchax.files import reports, whole
-from cogvideox_torchax.plan.jobs import CONFIGS
+from cogvideox_torchax.runtime.quiet import quiet_libraries
 from cogvideox_torchax.vae.checkpoint import locate_vae
 from cogvideox_torchax.vae.sizes import check_sides
 
 MEASURED = (
-    Option("--dtype", choices=("float32", "bfloat16"), help="default: float32; on a TPU or GPU, bfloat16"),
-    Option("--platform", choices=("tpu", "cuda", "cpu"), help="default: what JAX chooses"),
-    Option(
+    option("--dtype", choices=("float32", "bfloat16"), help="default: float32; on a TPU or GPU, bfloat16"),
+    option("--platform", choices=("tpu", "cuda", "cpu"), help="default: what JAX chooses"),
+    option(
         "--limit",
         type=positive,
         metavar="SECONDS",
@@ -35,24 +36,24 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
     "ab": (
         "measure torchax against Flax, PyTorch, and diffusers' own modules through torchax",
         (
-            Option(
+            option(
                 "--model",
                 default=str(DEMO_MODEL),
                 metavar="DIR_OR_ID",
                 help="a CogVideoX VAE or a pipeline, or 2b or 5b: their shapes with random weights (default: "
                 "the bundled model)",
             ),
-            Option(
+            option(
                 "--backends", nargs="+", choices=BACKENDS, default=BACKENDS[:4], help="default: the first 4"
             ),
-            Option("--frames", type=positive, default=17, help="of the video (default: 17)"),
-            Option("--height", type=int, default=64, help="in pixels (default: 64)"),
-            Option("--width", type=int, default=96, help="in pixels (default: 96)"),
-            Option(
+            option("--frames", type=positive, default=17, help="of the video (default: 17)"),
+            option("--height", type=int, default=64, help="in pixels (default: 64)"),
+            option("--width", type=int, default=96, help="in pixels (default: 96)"),
+            option(
                 "--repetitions", type=positive, default=5, help="measured runs in each process (default: 5)"
             ),
-            Option("--warmups", type=int, default=2, help="runs before the first that counts (default: 2)"),
-            Option(
+            option("--warmups", type=int, default=2, help="runs before the first that counts (default: 2)"),
+            option(
                 "--rounds",
                 type=positive,
                 default=2,
@@ -64,7 +65,7 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
     "device": (
         "measure every job on a device, beside the estimates for it",
         (
-            Option(
+            option(
                 *("--jobs",),
                 nargs="+",
                 choices=[*JOBS],
@@ -72,38 +73,34 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
                 default=[*JOBS],
                 help=f"of {', '.join(JOBS)} (default: all)",
             ),
-            Option(
+            option(
                 "--quick",
                 action="store_true",
                 help="within ten minutes, compiling included: each kernel, a chunk to decode, and a step of "
                 "two layers, by this project alone",
             ),
-            Option("--dp", type=positive, help="mesh: devices that a batch is split over"),
-            Option(
+            option("--dp", type=positive, help="mesh: devices that a batch is split over"),
+            option(
                 "--tp", type=positive, help="mesh: devices that a width is split over (default: one device)"
             ),
             *MEASURED,
         ),
     ),
-    "estimate": (
-        "estimate times by schedules and links; takes the options of cogvideox-torchax plan, and --training "
-        "for the gradients of a step that trains the VAE",
-        (
-            Option(
-                "--cases", nargs="+", default=[], metavar="CASE", help="of the documents, kept in results/"
-            ),
-        ),
+    "plan": (
+        "compile for TPUs or a GPU that are not there: does it fit, in which tiles, on how many chips; "
+        "memory, work, communication, and a TPU's times",
+        OPTIONS,
     ),
     "calibrate": ("estimate programs whose times on TPUs others have published", ()),
     "torchtpu": ("estimate the VAE's programs under TorchTPU, in an environment that has it", ()),
     "draw": (
         "draw the tables of the documents from results/",
-        (Option("pages", nargs="*", metavar="PAGE", help="such as performance.md (default: all)"),),
+        (option("pages", nargs="*", metavar="PAGE", help="such as performance.md (default: all)"),),
     ),
 }
 """By name: the summary of a command, and its options."""
 MODULES = {
-    "estimate": "benchmarks.estimate.command",
+    "plan": "benchmarks.plan.command",
     "calibrate": "benchmarks.calibration",
     "torchtpu": "benchmarks.torchtpu",
     "draw": "benchmarks.draw",
@@ -115,9 +112,7 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = root.add_subparsers(dest="command", required=True)
     for name, (summary, options) in COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        for option in options:
-            command.add_argument(*option.flags, **option.settings)
+        add_to(commands.add_parser(name, help=summary, description=summary, allow_abbrev=False), options)
     return root
 
 
@@ -127,14 +122,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     `argv` is the command line without the program's name; None for the process's own.
     """
     args, others = parser().parse_known_args(argv)
+    quiet_libraries()
     try:
-        if others and args.command != "estimate":
+        if others:
             raise ValueError(f"got {' '.join(others)}, which {args.command} does not take")
         if args.command in ("ab", "device"):
             return measured(args)
-        args.others = others
         importlib.import_module(MODULES[args.command]).run(args)
-    except ValueError as error:
+    except (ValueError, ImportError) as error:  # an `ImportError` names the extra to install
         print(f"benchmarks {args.command}: {error}", file=sys.stderr)
         return 2
     return 0
@@ -146,6 +141,7 @@ def measured(args: argparse.Namespace) -> int:
     With `--output` the report is written after each result too, so that an ended run can be resumed.
     """
     from benchmarks import report, runs
+    from benchmarks.plan.videos import CONFIGS
 
     options: dict[str, Any] = {
         "jobs": ("decode", "encode"),

@@ -14,10 +14,9 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import torch
 
 from benchmarks.pages import ROOT, keep
+from benchmarks.plan import networks
 from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.pipelines.cache_options import config_of
-from cogvideox_torchax.plan import networks
-from cogvideox_torchax.plan.chips import GIB
 from cogvideox_torchax.vae.tolerances import psnr
 from tests import small_pipelines
 
@@ -36,7 +35,7 @@ def measured() -> dict[str, list[float]]:
             networks.step_work("5b", torch.bfloat16, make_mesh(*sizes), None, **LATENTS, cache=choice)
             for sizes in ((1, 1), (2, 4))
         ]
-        kept = [step.kept_bytes / GIB for step in steps]
+        kept = [step.about["kept_GiB"] for step in steps]
         pipe.transformer.enable_cache(
             config_of(choice, steps=networks.STEPS, guided=True, timestep=lambda: pipe.current_timestep)
         )

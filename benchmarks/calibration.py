@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import flash_attention, matmul, splash_attention
 
-from benchmarks.estimate import chips, programs
-from benchmarks.estimate.links import Links
-from benchmarks.estimate.programs import MOVES, PRODUCTS, SCHEDULED, STREAMED
 from benchmarks.jobs import spread
 from benchmarks.pages import keep, kept
+from benchmarks.plan import chips, programs
+from benchmarks.plan.links import Links
+from benchmarks.plan.programs import MOVES, PRODUCTS, SCHEDULED, STREAMED
 
 EXCHANGES, SHORT = "exchanges", "kernels of short steps"
 """What else a published time is bound by. Steps of some hundred cycles are short; no kernel here has them."""

@@ -19,9 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from benchmarks.pages import keep
-from cogvideox_torchax import runtime
-from cogvideox_torchax.cli.common import DEMO_MODEL
+from benchmarks.pages import DEMO_MODEL, keep
 from cogvideox_torchax.dataset import Clip, ClipConfig, EncodeClip, sources
 from cogvideox_torchax.dataset.directory import LatentDirectory
 from tests.dataset.conftest import write_clip
@@ -51,7 +49,6 @@ def seconds_of_directory(unit: EncodeClip, clips: list[Clip], out: Path) -> floa
 def measured() -> dict[str, Any]:
     """Encode the same clips both ways in turn; return the report."""
     torch.set_grad_enabled(False)
-    runtime.enable()
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         for number in range(CLIPS):

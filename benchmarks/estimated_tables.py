@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks import calibration
-from benchmarks.estimate.command import CASES, parsed
 from benchmarks.pages import RESULTS, ROOT, STAR, estimate, estimates, kept
+from benchmarks.plan.chips import CHIPS, GIB
+from benchmarks.plan.command import CASES, parsed
+from benchmarks.plan.networks import STEPS
 from cogvideox_torchax.files.reports import pyplot, save_figure, table
-from cogvideox_torchax.plan.chips import CHIPS, GIB
-from cogvideox_torchax.plan.networks import STEPS
 
 PARTS = {
     "pipeline-2b-v6e-1": ("network-prompt-v6e-1", "network-step-2b-v6e-1", "plan-v6e-1-decode-torchax"),
@@ -70,25 +70,26 @@ def starred(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def calibrations() -> str:
     """Return the table of published times beside estimates."""
-    head = (
-        "chip: program",
-        "measured, ms",
-        "estimate, ms",
-        "measured / estimate",
-        "bound by",
-        "source; clock",
-    )
-    rows = [
+    return table(
         (
-            name,
-            *(f"{1e3 * seconds:.3g}" for seconds in (row["seconds"], row["estimate"])),
-            f"{row['seconds'] / row['estimate']:.2f}",
-            row["bound"],
-            row["source"],
-        )
-        for name, row in kept("calibration")["rows"].items()
-    ]
-    return table(head, rows)
+            "chip: program",
+            "measured, ms",
+            "estimate, ms",
+            "measured / estimate",
+            "bound by",
+            "source; clock",
+        ),
+        [
+            (
+                name,
+                *(f"{1e3 * seconds:.3g}" for seconds in (row["seconds"], row["estimate"])),
+                f"{row['seconds'] / row['estimate']:.2f}",
+                row["bound"],
+                row["source"],
+            )
+            for name, row in kept("calibration")["rows"].items()
+        ],
+    )
 
 
 def likely(name: str) -> tuple[float, float, float]:
@@ -161,13 +162,15 @@ def _plan_row(plan: dict[str, Any]) -> tuple[str, ...]:
 
 def composition() -> str:
     """Return a table of the milliseconds of each part of a program, of the torchax build's plans for v6e."""
-    rows = [
-        _composition_row(plan, program)
-        for plan in estimates("plan-v6e-*-torchax")
-        if len(plan["programs"]) > 1
-        for program in plan["programs"]
-    ]
-    return starred(("program", "total", *FUSED, "other kernels", "XLA", "collectives"), rows)
+    return starred(
+        ("program", "total", *FUSED, "other kernels", "XLA", "collectives"),
+        [
+            _composition_row(plan, program)
+            for plan in estimates("plan-v6e-*-torchax")
+            if len(plan["programs"]) > 1
+            for program in plan["programs"]
+        ],
+    )
 
 
 def _composition_row(plan: dict[str, Any], program: dict[str, Any]) -> tuple[str, ...]:
@@ -213,20 +216,25 @@ def torchtpu() -> str:
 
 
 def sharding() -> str:
-    head = ("chunk", "latents", "FLOPs, 8 / 1", "temporaries, 1 device, MiB", "on each of 8, MiB")
-    rows = [
+    return table(
         (
-            result["kind"],
-            " x ".join(map(str, result["latents"])),
-            f"{result['flops_ratio']:.3f}",
-            f"{result['temp_mib_single_device']:,.0f}",
-            f"{result['temp_mib_per_device']:,.0f}",
-            _traffic(result["collectives"]["collective-permute"], "MiB", 2**20),
-            _traffic(result["collectives"]["all-reduce"], "KiB", 2**10),
-        )
-        for result in kept("sharding")["results"]
-    ]
-    return table((*head, "halos", "sums"), rows)
+            *("chunk", "latents", "FLOPs, 8 / 1", "temporaries, 1 device, MiB", "on each of 8, MiB"),
+            "halos",
+            "sums",
+        ),
+        [
+            (
+                result["kind"],
+                " x ".join(map(str, result["latents"])),
+                f"{result['flops_ratio']:.3f}",
+                f"{result['temp_mib_single_device']:,.0f}",
+                f"{result['temp_mib_per_device']:,.0f}",
+                _traffic(result["collectives"]["collective-permute"], "MiB", 2**20),
+                _traffic(result["collectives"]["all-reduce"], "KiB", 2**10),
+            )
+            for result in kept("sharding")["results"]
+        ],
+    )
 
 
 def _traffic(collectives: dict[str, int], unit: str, size: int) -> str:
@@ -237,36 +245,49 @@ def _traffic(collectives: dict[str, int], unit: str, size: int) -> str:
 
 
 def convolutions() -> str:
-    rows = [
-        (kind, *(f"{one[name]:.2f}" for name in ("schedule_ms", "floor_ms", "bytes_ms")))
-        for kind, one in kept("schedules")["convolutions"].items()
-    ]
-    return table(("kernel", "schedule, ms", "floor, ms", "bytes, ms"), rows)
+    return table(
+        ("kernel", "schedule, ms", "floor, ms", "bytes, ms"),
+        [
+            (kind, *(f"{one[name]:.2f}" for name in ("schedule_ms", "floor_ms", "bytes_ms")))
+            for kind, one in kept("schedules")["convolutions"].items()
+        ],
+    )
 
 
 def attention() -> str:
-    rows = [
-        (chip, f"{one['cycles_of_1024_x_1024']:.0f}", str(RUNNING_MAXIMUM.get(chip, "")))
-        for chip, one in kept("schedules")["attention"].items()
-    ]
-    return table(("chip", "cycles", "with a running maximum, formerly"), rows)
+    return table(
+        ("chip", "cycles", "with a running maximum, formerly"),
+        [
+            (chip, f"{one['cycles_of_1024_x_1024']:.0f}", str(RUNNING_MAXIMUM.get(chip, "")))
+            for chip, one in kept("schedules")["attention"].items()
+        ],
+    )
 
 
 def linear() -> str:
     """Return a table of the milliseconds of a layer's products, a row for each chip and kind of weights."""
     cases = kept("schedules")["linear"]
-    head = ("chip, weights", *(f"{part}, ms" for part in next(iter(cases.values()))))
-    return table(head, [(name, *(f"{ms:.2f}" for ms in parts.values())) for name, parts in cases.items()])
+    return table(
+        ("chip, weights", *(f"{part}, ms" for part in next(iter(cases.values())))),
+        [(name, *(f"{ms:.2f}" for ms in parts.values())) for name, parts in cases.items()],
+    )
 
 
 def layer() -> str:
     """Return a table of the milliseconds of each part of a layer, of a step of 5b."""
     (step,) = estimate("network-step-5b-v6e-1")["programs"]
-    rows = [
-        (part, f"{before:.2f}", f"{step['kernel_times'][name]['seconds'] / LAYERS * 1e3:.2f}", f"{floor:.2f}")
-        for name, (part, before, floor) in LAYER.items()
-    ]
-    return table(("part of a layer", "before, ms", "now, ms", "floor, ms"), rows)
+    return table(
+        ("part of a layer", "before, ms", "now, ms", "floor, ms"),
+        [
+            (
+                part,
+                f"{before:.2f}",
+                f"{step['kernel_times'][name]['seconds'] / LAYERS * 1e3:.2f}",
+                f"{floor:.2f}",
+            )
+            for name, (part, before, floor) in LAYER.items()
+        ],
+    )
 
 
 # GPUs, a pipeline's networks, and training
@@ -276,21 +297,36 @@ def gpus() -> str:
     """Return the table of the memory of programs on a GPU, which `plan` has written."""
     head = ("program of 5b, 49 x 480 x 720, on one H100", "arguments, GiB", "temporaries, GiB", "whole, GiB")
     columns = ("argument_bytes", "temp_bytes", "peak_bytes")
-    rows = [
-        (
-            ", ".join(dict.fromkeys((name, program["name"]))),  # a step's one program is "step" too
-            *(f"{program[column] / GIB:.1f}" for column in columns),
-        )
-        for name in ("decode", "encode", "step")
-        for program in kept(f"gpu-{name}")["programs"]
-    ]
-    return table(head, rows)
+    return table(
+        head,
+        [
+            (
+                ", ".join(dict.fromkeys((name, program["name"]))),  # a step's one program is "step" too
+                *(f"{program[column] / GIB:.1f}" for column in columns),
+            )
+            for name in ("decode", "encode", "step")
+            for program in kept(f"gpu-{name}")["programs"]
+        ],
+    )
 
 
 def networks() -> str:
     """Return a table with a row for each estimate of a step or a prompt."""
-    head = ("network", "mesh", "arguments, GiB", "temporaries, GiB", "fits", "estimate, s", "collectives, s")
-    return starred((*head, "a step's host, s"), [_network_row(plan) for plan in estimates("network-*")])
+    return starred(
+        (
+            *(
+                "network",
+                "mesh",
+                "arguments, GiB",
+                "temporaries, GiB",
+                "fits",
+                "estimate, s",
+                "collectives, s",
+            ),
+            "a step's host, s",
+        ),
+        [_network_row(plan) for plan in estimates("network-*")],
+    )
 
 
 def _network_row(plan: dict[str, Any]) -> tuple[str, ...]:
@@ -316,9 +352,13 @@ def host_step_seconds(video: str) -> float:
 
 def videos() -> str:
     """Return a table of the seconds of a whole video, from the prompt to the frames."""
-    head = ("video", "prompts, s", f"{STEPS} steps, s", "one step, s", "a step's host, s", "VAE, s")
-    rows = [(name, *(_seconds(seconds, 0.1, 3) for seconds in seconds_of_video(name))) for name in VIDEOS]
-    return table((*head, "total, s"), rows)
+    return table(
+        (
+            *("video", "prompts, s", f"{STEPS} steps, s", "one step, s", "a step's host, s", "VAE, s"),
+            "total, s",
+        ),
+        [(name, *(_seconds(seconds, 0.1, 3) for seconds in seconds_of_video(name))) for name in VIDEOS],
+    )
 
 
 def seconds_of_video(name: str) -> tuple[float, ...]:
@@ -430,11 +470,7 @@ def caches() -> str:
         (f"`{name}`", f"{one:.2f}", f"{eight:.2f}", _cached(name, skipped), str(skipped), f"{quality:.1f}")
         for name, (one, eight, skipped, quality) in kept("caches")["rows"].items()
     ]
-    # The layers of the programs of steps that were not compiled whole.
-    few = {each["summary"]["network"].partition(", from programs of ")[2] for each in estimates("cached-*")}
-    layers = " or ".join(sorted(few - {""}))
-    note = f"\n\nSteps with a cache are extrapolated from programs of {layers} layers." if layers else ""
-    return starred(head, [plain, *rows]) + note
+    return starred(head, [plain, *rows])
 
 
 def _cached(name: str, skipped: int) -> str:
@@ -472,8 +508,10 @@ def training() -> str:
         f"{summary['temporaries_GiB_at_most']:.2f}",
         f"{sum(program['compile_seconds'] for program in plan['programs']):.0f}",
     )
-    head = ("v6e, 1 x 64 x 64, bfloat16", "estimate, ms", "floor, ms", "temporaries, GiB", "compile, s")
-    return starred(head, [*rows, whole])
+    return starred(
+        ("v6e, 1 x 64 x 64, bfloat16", "estimate, ms", "floor, ms", "temporaries, GiB", "compile, s"),
+        [*rows, whole],
+    )
 
 
 def figures() -> str:
@@ -481,19 +519,26 @@ def figures() -> str:
     head = ("estimated time, CogVideoX-5b in bfloat16", "chips", "diffusers through torchax", "this project")
     decoding = estimate("plan-v6e-8-decode-torchax")["summary"]["with_collectives_s"]
     whole = seconds_of_video("5b, 49 x 480 x 720, v6e-8")[-1]
-    rows = [
-        *(
+    return table(
+        head,
+        [
+            *(
+                (
+                    *(f"{kind} a chunk, 8 frames of 480 x 720", "1 v6e"),
+                    *(_with_interval(f"plan-v6e-1-{kind}-{build}") for build in ("torchax-stock", "torchax")),
+                )
+                for kind in ("decode", "encode")
+            ),
+            ("decode 81 frames of 768 x 1360", "8 v6e", "", f"{decoding:.2f} s"),
             (
-                *(f"{kind} a chunk, 8 frames of 480 x 720", "1 v6e"),
-                *(_with_interval(f"plan-v6e-1-{kind}-{build}") for build in ("torchax-stock", "torchax")),
-            )
-            for kind in ("decode", "encode")
-        ),
-        ("decode 81 frames of 768 x 1360", "8 v6e", "", f"{decoding:.2f} s"),
-        ("a denoising step, 49 frames of 480 x 720", "1 v6e", "", _with_interval("network-step-5b-v6e-1")),
-        ("a prompt to 49 frames of 480 x 720, 50 steps", "8 v6e", "", f"{whole:.2f} s"),
-    ]
-    return table(head, rows)
+                "a denoising step, 49 frames of 480 x 720",
+                "1 v6e",
+                "",
+                _with_interval("network-step-5b-v6e-1"),
+            ),
+            ("a prompt to 49 frames of 480 x 720, 50 steps", "8 v6e", "", f"{whole:.2f} s"),
+        ],
+    )
 
 
 def _with_interval(name: str) -> str:

@@ -22,9 +22,9 @@ from typing import Any
 import jax
 
 from benchmarks import worker
-from benchmarks.estimate.command import CASES, parsed
 from benchmarks.pages import keep
-from cogvideox_torchax.cli import planning
+from benchmarks.plan.command import CASES, parsed
+from benchmarks.plan.requests import requested
 from cogvideox_torchax.runtime import executables
 
 CASE = "pipeline-5b-v6e-1"
@@ -34,7 +34,7 @@ WAYS = {"one after the other": False, "side by side": True}
 
 def seconds(beside: bool) -> dict[str, float]:
     """Return the seconds until all programs are compiled; `beside` compiles the VAE's in threads."""
-    request = planning.requested(parsed(CASES[CASE].split()))
+    request = requested(parsed(CASES[CASE].split()))
     in_threads = request.works[2:] if beside else []  # the VAE's chunks, behind the prompt and the step
     start = time.perf_counter()
     with ThreadPoolExecutor() as threads:
@@ -49,7 +49,7 @@ def seconds(beside: bool) -> dict[str, float]:
 def cpu_seconds() -> dict[str, dict[str, float]]:
     """Return the seconds of one core by what this process does: imports, then each program both ways."""
     spent = {"imports": time.process_time()}
-    request = planning.requested(parsed(CASES[CASE].split()))
+    request = requested(parsed(CASES[CASE].split()))
     for work in request.works:
         program, structs = work.lower.__self__, work.structs()  # pyright: ignore[reportFunctionMemberAccess]
         with jax.set_mesh(request.mesh):

@@ -4,7 +4,6 @@ A job runs in parts: a VAE's first chunk and its later chunks, a training step's
 network, one call of an op.
 """
 
-import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +15,9 @@ from torch import nn
 
 from benchmarks import ops
 from benchmarks.jobs import Size
+from benchmarks.plan import networks, videos
 from cogvideox_torchax import backends, runtime
 from cogvideox_torchax.pipelines.known import port_network
-from cogvideox_torchax.pipelines.text_encoder import prompt_tensors
-from cogvideox_torchax.pipelines.transformer import step_tensors
-from cogvideox_torchax.plan import jobs, networks
 from cogvideox_torchax.runtime.places import describes_one_input
 from cogvideox_torchax.sharding import make_mesh
 from cogvideox_torchax.vae.checkpoint import locate_vae
@@ -119,20 +116,20 @@ def _backend_and_inputs(case: Case, *directions: Direction) -> tuple[Any, list[t
     """
     size, dtype, device = case.size, case.torch_dtype, case.torch_device  # no device: arrays are JAX's
     torch.manual_seed(0)
-    if size.model in jobs.CONFIGS:
+    if size.model in videos.CONFIGS:
         # On "cpu" the weights are random. Not `vae.to(dtype)`: diffusers wraps that method in a way that
         # pyright cannot follow.
-        vae: Any = nn.Module.to(jobs.weightless_vae(size.model, torch.float32, "cpu"), dtype)
+        vae: Any = nn.Module.to(videos.weightless_vae(size.model, torch.float32, "cpu"), dtype)
     else:
         vae = AutoencoderKLCogVideoX.from_pretrained(locate_vae(size.model), torch_dtype=dtype)
     generator = torch.Generator().manual_seed(1)
-    videos = (case.dp or 1) if case.job == "train" else 1
+    batch = (case.dp or 1) if case.job == "train" else 1
     inputs = []
     for direction in directions:
-        job = jobs.Job(direction, size.frames, size.height, size.width)
+        job = videos.Job(direction, size.frames, size.height, size.width)
         chunks, (channels, height, width) = job.chunk_shapes(vae)
         frames = chunks[-1].stop  # the end of the last chunk; latent frames for decoding
-        x = torch.randn((videos, channels, frames, height, width), generator=generator).to(dtype)
+        x = torch.randn((batch, channels, frames, height, width), generator=generator).to(dtype)
         inputs.append(x.to(device) if device else runtime.to_jax(x))
     backend = backends.backend(case.backend).from_native(nn.Module.to(vae, device) if device else vae)
     if case.way == "torch-compile":
@@ -162,7 +159,7 @@ def _training_step(case: Case) -> Run:
     def gradients(direction: Direction, x: torch.Tensor) -> tuple[str, Any]:
         vae.zero_grad()
         # `measure` runs jobs without gradients, so they are enabled here. On JAX torchax is enabled too.
-        with torch.enable_grad(), contextlib.nullcontext() if case.torch_device else runtime.active():
+        with torch.enable_grad():
             result = vae.encode(x).latent_dist.parameters if direction == ENCODE else vae.decode(x).sample
             (result.square().sum() / 2).backward()
         # The weights of the other direction have no gradients.
@@ -198,10 +195,10 @@ def _network_and_inputs(case: Case) -> tuple[Any, dict[str, Any]]:
     torch.manual_seed(0)
     if case.job == "prompt":
         config = networks.TEXT_ENCODER if published else SMALL_TEXT_ENCODER
-        return networks.text_encoder(config, dtype, device), prompt_tensors(batch=1, text=ops.TOKENS)
+        return networks.text_encoder(config, dtype, device), networks.prompt_tensors(batch=1, text=ops.TOKENS)
     config = ops.TRANSFORMERS.get(size.model, ops.SMALL_TRANSFORMER)
     ported = port_network(networks.transformer(config, dtype))  # without weights, to describe its inputs
-    inputs = step_tensors(ported, batch=2, **ops.latents(size))  # 2: with the prompt, and without
+    inputs = networks.step_tensors(ported, batch=2, **ops.latents(size))  # 2: with the prompt, and without
     if case.backend != "torchax":
         inputs.pop("positions", None)  # diffusers' own model computes its table of positions
     return networks.transformer(config, dtype, device), inputs

@@ -14,13 +14,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import ops
-from benchmarks.estimate import chips, programs, training
 from benchmarks.jobs import Budget, Size, spread
 from benchmarks.loading import Case, Run, load, mesh
+from benchmarks.plan import chips, networks, programs, videos
+from benchmarks.plan.programs import Work
+from benchmarks.report import host_peak_bytes
 from cogvideox_torchax import runtime
-from cogvideox_torchax.plan import jobs, networks
-from cogvideox_torchax.plan.chips import PlanError
-from cogvideox_torchax.plan.programs import Work
 from cogvideox_torchax.runtime.clock import CompileClock
 from cogvideox_torchax.vae import tolerances
 
@@ -127,7 +126,7 @@ def measure(
         "check": verdict,
         "whole": parts.pop(WHOLE),
         "parts": [{"part": name, **part, "peak_bytes": peak} for name, part in parts.items()],
-        "host_peak_bytes": runtime.host_peak_bytes(),
+        "host_peak_bytes": host_peak_bytes(),
     }
 
 
@@ -218,8 +217,8 @@ def estimate(case: Case, topology: str) -> dict[str, Any]:
         op, operands = ops.bound(name, case.size, runtime.jax_dtype(case.torch_dtype))  # shape structs
         plan = programs.estimate_function(jax.jit(op), topology, operands, name, case.size.frames)
         return {"seconds": {name: plan.seconds_with_collectives}}
-    chip, devices = chips.CHIPS[topology.partition(":")[0]], case.mesh(chips.topology_devices(topology))
-    plans = [programs.estimate_program(work, devices, chip) for work in works(case, devices, chip)]
+    chip, devices = chips.chip_of(topology), case.mesh(chips.topology_devices(topology, schedules=True))
+    plans = [programs.compile_program(work, devices, chip) for work in works(case, devices, chip)]
     return {"seconds": {plan.name: plan.seconds_with_collectives for plan in plans}}
 
 
@@ -228,13 +227,13 @@ def works(case: Case, devices: Any, chip: chips.Chip) -> Iterable[Work]:
     size, dtype = case.size, case.torch_dtype
     if case.job in ("step", "prompt"):
         if size.model not in ops.TRANSFORMERS:
-            raise PlanError("there are estimates of the published shapes alone")
+            raise chips.PlanError("there are estimates of the published shapes alone")
         if case.job == "step":
             of_video: Any = ops.latents(size)
             with mock.patch.dict(networks.TRANSFORMERS, ops.TRANSFORMERS):
                 return [networks.step_work(size.model, dtype, devices, chip, **of_video)]
         return [networks.prompt_work(size.model, dtype, devices, tokens=ops.TOKENS)]
-    vae = jobs.weightless_vae(size.model, dtype)
+    vae = videos.weightless_vae(size.model, dtype)
     # One video to encode or decode; training does both, and does not read the direction.
-    video = jobs.Job(case.direction, size.frames, size.height, size.width)
-    return (training.gradient_works if case.job == "train" else jobs.chunk_works)(vae, video, devices)
+    video = videos.Job(case.direction, size.frames, size.height, size.width)
+    return (videos.gradient_works if case.job == "train" else videos.chunk_works)(vae, video, devices)

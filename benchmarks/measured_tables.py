@@ -6,9 +6,9 @@ from typing import Any
 from benchmarks import runs
 from benchmarks.jobs import Size
 from benchmarks.pages import RESULTS, ROOT, estimate, kept
+from benchmarks.plan.chips import GIB
 from benchmarks.report import beside
 from cogvideox_torchax.files.reports import load, pyplot, save_figure, table
-from cogvideox_torchax.plan.chips import GIB
 
 COMPILED_VIDEOS = "decode 49 x 480 x 720", "encode 49 x 480 x 720", "decode 49 x 768 x 1360"
 """The videos of the rows of `compile_times`."""
@@ -108,23 +108,28 @@ def throughput() -> str:
     report, plan = kept("dataset_throughput"), estimate("plan-v6e-1-encode-torchax")
     frames, height, width = report["video"]
     job, seconds = plan["job"], plan["summary"]["with_collectives_s"]
-    rows = (
+    return table(
+        ("encoding", "rate"),
         (
-            f"a directory, {report['clips']} clips of {frames} x {height} x {width}, bundled model, CPU",
-            f"{report['batch_clips_a_second']:.2f} clips a second",
-        ),
-        ("the model alone, the same frames in memory", f"{report['own_clips_a_second']:.2f} clips a second"),
-        ("ratio, median of the rounds", f"{report['ratio']:.2f}"),
-        (
-            f"estimate for a clip of {job['frames']} x {job['height']} x {job['width']}, one v6e",
-            f"{seconds:.2f} s",
-        ),
-        (
-            "the same for a million clips, at that ratio",
-            f"{1_000_000 * seconds / report['ratio'] / 3600:.0f} chip hours",
+            (
+                f"a directory, {report['clips']} clips of {frames} x {height} x {width}, bundled model, CPU",
+                f"{report['batch_clips_a_second']:.2f} clips a second",
+            ),
+            (
+                "the model alone, the same frames in memory",
+                f"{report['own_clips_a_second']:.2f} clips a second",
+            ),
+            ("ratio, median of the rounds", f"{report['ratio']:.2f}"),
+            (
+                f"estimate for a clip of {job['frames']} x {job['height']} x {job['width']}, one v6e",
+                f"{seconds:.2f} s",
+            ),
+            (
+                "the same for a million clips, at that ratio",
+                f"{1_000_000 * seconds / report['ratio'] / 3600:.0f} chip hours",
+            ),
         ),
     )
-    return table(("encoding", "rate"), rows)
 
 
 # Memory
@@ -137,8 +142,10 @@ def memory(kind: str) -> str:
         str(frames) if head == "frames" else f"{height} x {width}"
         for frames, height, width in curves[0]["points"]
     ]
-    rows = [(curve["way"], *(f"{value:.0f}" for value in curve["MiB"])) for curve in curves]
-    return table((f"MiB, by {head}", *names), rows)
+    return table(
+        (f"MiB, by {head}", *names),
+        [(curve["way"], *(f"{value:.0f}" for value in curve["MiB"])) for curve in curves],
+    )
 
 
 def plot_memory() -> None:
@@ -160,24 +167,28 @@ def plot_memory() -> None:
 
 def compile_times() -> str:
     """Return the table of the seconds and the memory to compile the programs of `COMPILED_VIDEOS`."""
-    rows = [
-        (
-            job["job"],
-            *(f"{program['compile_seconds']:.0f}" for program in job["programs"]),
-            f"{job['process_bytes'] / GIB:.1f}",
-        )
-        for job in kept("compile-times")["jobs"]
-        if job["job"].rpartition(",")[0] in COMPILED_VIDEOS  # without ", one chip"
-    ]
-    return table(("job", "first chunk, s", "steady chunk, s", "memory of the host, GiB"), rows)
+    return table(
+        ("job", "first chunk, s", "steady chunk, s", "memory of the host, GiB"),
+        [
+            (
+                job["job"],
+                *(f"{program['compile_seconds']:.0f}" for program in job["programs"]),
+                f"{job['process_bytes'] / GIB:.1f}",
+            )
+            for job in kept("compile-times")["jobs"]
+            if job["job"].rpartition(",")[0] in COMPILED_VIDEOS  # without ", one chip"
+        ],
+    )
 
 
 def first_call() -> str:
     """Return a line for each way to compile, and the cores and versions that it was measured with."""
     report = kept("first-call")
     packages = " and ".join(f"{name} {version}" for name, version in report["versions"].items())
-    head = (f"programs of 5b for one v6e, on {report['cores']} CPU cores, {packages}", "s")
-    return table(head, [(way, f"{report[way]:.0f}") for way in ("one after the other", "side by side")])
+    return table(
+        (f"programs of 5b for one v6e, on {report['cores']} CPU cores, {packages}", "s"),
+        [(way, f"{report[way]:.0f}") for way in ("one after the other", "side by side")],
+    )
 
 
 def ready() -> str:
@@ -199,11 +210,16 @@ def rounding() -> str:
 
     The tile "0" of `rounding.py`'s report is direct convolution.
     """
-    rows = [
-        (row["name"], *(f"{row[tile] / row['torch']:.2f}" if tile in row else "" for tile in ("0", "2", "4")))
-        for row in kept("rounding")["rows"]
-    ]
-    return table(("channels", "direct", "two results together", "four"), rows)
+    return table(
+        ("channels", "direct", "two results together", "four"),
+        [
+            (
+                row["name"],
+                *(f"{row[tile] / row['torch']:.2f}" if tile in row else "" for tile in ("0", "2", "4")),
+            )
+            for row in kept("rounding")["rows"]
+        ],
+    )
 
 
 def tiny_vae() -> str:
@@ -215,8 +231,9 @@ def tiny_vae() -> str:
         measures = ("psnr", "worst_frame_psnr", "ssim", "colour")
         seen = [sorted({line[measure] for line in lines}) for measure in measures]
         rows.append((case, ROLES[case], str(frames), *(" to ".join(map(str, values)) for values in seen)))
-    head = ("clip", "role in training", "frames", "PSNR, dB", "worst frame, dB", "SSIM", "color error")
-    return table(head, rows)
+    return table(
+        ("clip", "role in training", "frames", "PSNR, dB", "worst frame, dB", "SSIM", "color error"), rows
+    )
 
 
 def programs() -> str:
@@ -224,18 +241,20 @@ def programs() -> str:
 
     In its second call no program compiled anything, and no network was left on the host.
     """
-    rows = [
-        (
-            row["program"],
-            row["commit"],
-            row["devices"],
-            f"{row['error']:.0e}",
-            f"{row['first_s']:.1f}",
-            f"{row['second_s']:.1f}",
-        )
-        for row in kept("programs_of_others")["rows"]
-    ]
-    return table(("program", "commit", "devices", "error", "first call, s", "second call, s"), rows)
+    return table(
+        ("program", "commit", "devices", "error", "first call, s", "second call, s"),
+        [
+            (
+                row["program"],
+                row["commit"],
+                row["devices"],
+                f"{row['error']:.0e}",
+                f"{row['first_s']:.1f}",
+                f"{row['second_s']:.1f}",
+            )
+            for row in kept("programs_of_others")["rows"]
+        ],
+    )
 
 
 def versions() -> str:
@@ -257,31 +276,34 @@ def prompts() -> str:
     """Return a table of the videos that show their prompts: a row for each group of scenes and aspect."""
     report = kept("prompts")
     (plain, found), *_ = report["choices"].items()
-    head = ("scenes", *next(iter(found.values())))
-    rows = [(name, *(f"{share:.2f}" for share in aspects.values())) for name, aspects in found.items()]
-    return f"{plain}, {report['count']} scenes of each group:\n\n{table(head, rows)}"
+    shown = table(
+        ("scenes", *next(iter(found.values()))),
+        [(name, *(f"{share:.2f}" for share in aspects.values())) for name, aspects in found.items()],
+    )
+    return f"{plain}, {report['count']} scenes of each group:\n\n{shown}"
 
 
 def eight_bits() -> str:
     """Return a table of what bfloat16 and eight bits change in the bundled pipeline."""
     report = kept("prompts")
-    head = ("choice", "error of a step", "PSNR of videos, dB", "videos that are right")
-    rows = [
-        (
-            name,
-            f"{100 * errors['step']:.2f} %",
-            f"{errors['psnr']:.1f}",
-            f"{statistics.mean(found['all'] for found in report['choices'][name].values()):.2f}",
-        )
-        for name, errors in report["errors"].items()
-    ]
-    return table(head, rows)
+    return table(
+        ("choice", "error of a step", "PSNR of videos, dB", "videos that are right"),
+        [
+            (
+                name,
+                f"{100 * errors['step']:.2f} %",
+                f"{errors['psnr']:.1f}",
+                f"{statistics.mean(found['all'] for found in report['choices'][name].values()):.2f}",
+            )
+            for name, errors in report["errors"].items()
+        ],
+    )
 
 
 def prompt_choices() -> str:
     """Return a table of the videos that show their prompts, with a row for each choice."""
     choices = kept("prompts")["choices"]
-    head = ("choice", *next(iter(choices.values())))
     return table(
-        head, [(name, *(f"{one['all']:.2f}" for one in found.values())) for name, found in choices.items()]
+        ("choice", *next(iter(choices.values()))),
+        [(name, *(f"{one['all']:.2f}" for one in found.values())) for name, found in choices.items()],
     )

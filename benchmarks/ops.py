@@ -18,7 +18,7 @@ import torch
 
 import jax_kernels
 from benchmarks.jobs import TWO_LAYERS, Size
-from cogvideox_torchax.plan import networks
+from benchmarks.plan import networks
 
 TRANSFORMERS = networks.TRANSFORMERS | {TWO_LAYERS: networks.TRANSFORMERS["5b"] | {"num_layers": 2}}
 """The published transformers, and a part of one."""

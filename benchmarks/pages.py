@@ -9,6 +9,8 @@ from cogvideox_torchax.versions import versions
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+TINY_PIPELINE = ROOT / "cogvideox_torchax" / "assets" / "tiny-pipeline"
+DEMO_MODEL = TINY_PIPELINE / "vae"
 FORMAT = "cogvideox-torchax-estimate/2"
 """The format of an estimate. Format 1 had what only moves data by the compiler's cycles."""
 STAR = " *"

@@ -1,17 +1,16 @@
 """The weights of every pipeline on a device of every slice, which tell where it cannot fit.
 
     python -m benchmarks.pipelines                             # writes results/pipelines.json: weights alone
-    python -m benchmarks estimate --cases pipeline-5b-v6e-1    # compiles one pipeline for one slice
+    python -m benchmarks plan --cases pipeline-5b-v6e-1    # compiles one pipeline for one slice
     python -m benchmarks draw planning.md
 
 The weights follow from shapes and from how a mesh splits them, so they are known of every slice without
 compiling. What a program needs beside its weights is read off its compiled form, where one was estimated.
 """
 
-from benchmarks.estimate.command import CASES, parsed
 from benchmarks.pages import keep
-from cogvideox_torchax.cli import planning
-from cogvideox_torchax.plan.chips import GIB
+from benchmarks.plan.command import CASES, parsed
+from benchmarks.plan.requests import requested
 
 
 def main() -> None:
@@ -19,12 +18,10 @@ def main() -> None:
     rows = {}
     for case, words in CASES.items():
         if case.startswith("pipeline-"):
-            request = planning.requested(parsed(words.split()))
-            parts = (request.about[f"{name}_GiB"] for name in ("text_encoder", "transformer", "vae"))
-            weights = [round(size * GIB) for size in parts]
+            request = requested(parsed(words.split()))
             rows[case] = {
-                "weights": weights,
-                "decoder": sum(weights) - request.other_weights[-1],
+                "weights": list(request.weights),
+                "decoder": sum(request.weights) - request.other_weights[-1],
                 "parallel": request.about["parallel"],
             }
     keep("pipelines", {"rows": rows}, "diffusers", "transformers")

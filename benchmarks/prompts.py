@@ -22,9 +22,8 @@ import torch
 from diffusers.pipelines.cogvideo.pipeline_cogvideox import CogVideoXPipeline
 from PIL import Image, ImageDraw
 
-from benchmarks.pages import ROOT, keep, kept
+from benchmarks.pages import ROOT, TINY_PIPELINE, keep, kept
 from cogvideox_torchax import make_mesh, port, runtime
-from cogvideox_torchax.cli.common import TINY_PIPELINE
 from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.pipelines.cache_options import config_of
 from cogvideox_torchax.vae.tolerances import psnr, rms_error

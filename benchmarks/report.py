@@ -46,6 +46,16 @@ def _commit() -> str | None:
         return None
 
 
+def host_peak_bytes() -> int | None:
+    """Return this process's peak memory in bytes, not counting its parent's; None off Linux."""
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        return None
+    # Such as "VmHWM:   12345 kB". `getrusage` is of no use here: a child's peak starts from its parent's.
+    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
 # Tables
 
 

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import calibration, jobs, worker
-from benchmarks.estimate import chips
 from benchmarks.jobs import Budget, Size, spread
+from benchmarks.plan import chips
 from benchmarks.report import about
-from cogvideox_torchax.plan.chips import PlanError, check_compiler
 from jax_kernels.common.tiles import SWITCH
 
 FORMAT = "cogvideox-torchax-measurements/1"
@@ -131,12 +130,14 @@ class _Laboratory:
         before: dict[str, Any] | None,
     ):
         self._settings, self._scratch, self._say = settings, scratch, say
-        self._end = time.monotonic() + settings.seconds
+        self._begun = time.monotonic()
+        self._end = self._begun + settings.seconds
         # The number of processes on the host while nothing is timed. One takes several cores, and for
         # published sizes up to 13 GB.
         self._processes = max(1, (os.cpu_count() or 1) // 4) if settings.quick else 1
         self._references: dict[str, tuple[Size, str, dict[str, Any]]] = {}  # results of `_reference` by job
         self._on_cpu = False  # until the device is known
+        say("each measurement is a process of its own: some seconds for a small size, else minutes")
         device = self._ask("probe", {"dp": settings.dp, "tp": settings.tp})
         if device.pop("status") != "ok":
             # The reason begins with the type of its error.
@@ -200,8 +201,10 @@ class _Laboratory:
         """
         result: dict[str, Any] = {}
         for size in sizes:  # the largest first
-            self._say(f"{self._turn} of {self._turns}: {job} of {size.name}, by {way}")
-            found = _NO_TIME if time.monotonic() > self._end else self._attempt(job, way, size)
+            now = time.monotonic()
+            so_far = f"{now - self._begun:.0f} s so far"
+            self._say(f"{self._turn} of {self._turns}: {job} of {size.name}, by {way}; {so_far}")
+            found = _NO_TIME if now > self._end else self._attempt(job, way, size)
             result = {"job": job, "way": way, "size": size._asdict(), **found}
             if result["status"] != "ok":  # a wrong result has its comparison, "check", in place of a reason
                 self._say(f"{job}, {way}: {result['status']}: {result.get('reason', result.get('check'))}")
@@ -274,8 +277,8 @@ class _Laboratory:
         device, switched_off = self.report["device"], self.report["switched_off"]  # kernels that are off
         try:
             topology = chips.topology_of(device["kind"], device["coordinates"])
-            check_compiler()
-        except PlanError as error:
+            chips.check_compiler(topology)
+        except chips.PlanError as error:
             self.report["not_estimated"] = str(error)
             return
 

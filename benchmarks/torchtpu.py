@@ -22,10 +22,10 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.estimate import chips, programs
 from benchmarks.pages import keep
+from benchmarks.plan import chips, programs
+from benchmarks.plan.videos import CONFIGS, build
 from cogvideox_torchax import AutoencoderKLCogVideoX
-from cogvideox_torchax.plan.jobs import CONFIGS, build
 from cogvideox_torchax.runtime import bridge, torchtpu
 from cogvideox_torchax.runtime.tensors import jax_dtype
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
@@ -99,7 +99,7 @@ def estimated(name: str, frames: int, graph: Any, inputs: list[Any], functions: 
 
 def run(_options: Any) -> None:
     """Capture and estimate all programs, and keep their figures."""
-    chips.topology_devices(TOPOLOGY)  # first, as libtpu dumps schedules only if it is loaded here
+    chips.topology_devices(TOPOLOGY, schedules=True)  # before another call loads libtpu
     from torch_tpu import _loader  # pyright: ignore[reportMissingImports]
 
     _loader._init_device(bridge.TPU)  # without a TPU TorchTPU does not register its device by itself

@@ -1,7 +1,10 @@
 """CogVideoX's video VAE, and the diffusers pipelines around it, on TPU through torchax."""
 
-import importlib
+import contextlib
+import importlib.abc
+import importlib.util
 import os
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -9,18 +12,16 @@ if TYPE_CHECKING:
     from cogvideox_torchax.files.saving import save_video
     from cogvideox_torchax.pipelines.loading import load_pipeline
     from cogvideox_torchax.porting import port
-    from cogvideox_torchax.runtime import enable
     from cogvideox_torchax.sharding import make_mesh
     from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
 STARTED = time.time()
 """When this process began to import the package: what is written later is not what it runs."""
 __version__ = "0.1.0"
-__all__ = ["AutoencoderKLCogVideoX", "enable", "load_pipeline", "make_mesh", "port", "save_video"]
+__all__ = ["AutoencoderKLCogVideoX", "load_pipeline", "make_mesh", "port", "save_video"]
 
 _HOMES = {
     "AutoencoderKLCogVideoX": "cogvideox_torchax.vae.torchax.autoencoder",
-    "enable": "cogvideox_torchax.runtime",
     "load_pipeline": "cogvideox_torchax.pipelines.loading",
     "make_mesh": "cogvideox_torchax.sharding",
     "port": "cogvideox_torchax.porting",
@@ -36,6 +37,32 @@ def _leave_jax() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_jax)
+
+
+def _add_device() -> None:
+    """Make JAX a device of PyTorch's (`runtime.device`); a torchax that does not import raises when used."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("cogvideox_torchax.runtime.device")
+
+
+class _BesideTorch(importlib.abc.MetaPathFinder):
+    """Finder that has the device added once torch is imported, which importing this package would slow."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec(name)
+        if spec is not None:
+            run = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (run(module), _add_device())
+        return spec
+
+
+if "torch" in sys.modules:
+    _add_device()
+else:
+    sys.meta_path.insert(0, _BesideTorch())
 
 
 def __getattr__(name: str) -> Any:

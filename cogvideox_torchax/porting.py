@@ -1,7 +1,6 @@
 """`port`, which makes a loaded diffusers model or pipeline ready for torchax, in place.
 
-An import of this module has diffusers' `from_pretrained` turn torchax off while it loads: with torchax on it
-would fail. The module's name is not `port`: an import of `cogvideox_torchax.port` would put the module in the
+The module's name is not `port`: an import of `cogvideox_torchax.port` would put the module in the
 place of the function `port`.
 """
 
@@ -11,20 +10,14 @@ from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
     AutoencoderKLCogVideoX as DiffusersAutoencoder,
 )
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from jax.sharding import Mesh
 from torch import nn
 
-from cogvideox_torchax.pipelines.scheduler import port_scheduler
-from cogvideox_torchax.runtime import without_torchax
 from cogvideox_torchax.sharding import Parallel, check_mesh
-from cogvideox_torchax.upstream import uncompiled, wrap_from_pretrained
+from cogvideox_torchax.upstream import uncompiled
 from cogvideox_torchax.vae.torchax.autoencoder import check_vae_class, port_vae
 
 Portable = TypeVar("Portable")
-
-# At import: a user who turns torchax on by hand and then loads has called nothing of this package yet.
-wrap_from_pretrained(without_torchax)
 
 
 def port(
@@ -34,21 +27,17 @@ def port(
     parallel: Parallel | None = None,
     weights: Literal["int8", "int8-dynamic"] | None = None,
 ) -> Portable:
-    """Make a CogVideoX VAE, a whole diffusers pipeline, or a scheduler ready for JAX, in place.
+    """Make a CogVideoX VAE or a whole diffusers pipeline ready for JAX, in place.
 
     A VAE and its modules get this package's subclasses of their classes. Nothing is copied or moved:
     parameters stay the same objects under the same names, `state_dict()` and `isinstance` do not change, and
     plain torch tensors still run natively. Move the result with `.to("jax")` to run it on JAX.
 
     A pipeline, of a class of diffusers' or of your own, is moved as well: every network becomes compiled
-    programs, its weights go to JAX, and the pipeline's own call runs there. torchax is on while the
-    pipeline's methods run, and not after. A network that this package does not know is compiled as it is. A
-    line is logged for each unknown network, and for each part that stays on the host. A part that is None
-    stays None. If an object is no pipeline but has a VAE, its modules are moved too, and its methods stay as
-    they are.
-
-    A scheduler can be passed alone, for a denoising loop that you write yourself. Its tables stay on the
-    host.
+    programs, its weights go to JAX, and the pipeline's own call runs there, with its own scheduler. A network
+    that this package does not know is compiled as it is. A line is logged for each unknown network, and for
+    each part that stays on the host. A part that is None stays None. If an object is no pipeline but has a
+    VAE, its modules are moved too, and its methods stay as they are.
 
     If all weights do not fit the devices, or if diffusers' offload is on, the weights of a network wait in
     the host's memory between its uses, as by `pipe.enable_model_cpu_offload()`, which a ported pipeline has.
@@ -56,10 +45,10 @@ def port(
     A second call with equal arguments changes nothing.
 
     Args:
-        model_or_pipeline: a diffusers `AutoencoderKLCogVideoX`, a diffusers pipeline, an object whose `vae`
-            is such a VAE, or a scheduler.
+        model_or_pipeline: a diffusers `AutoencoderKLCogVideoX`, a diffusers pipeline, or an object whose
+            `vae` is such a VAE.
         mesh: a mesh from `make_mesh`, to split the work over. None changes nothing: the work runs on one
-            device, or on the mesh of an earlier `port`. For a scheduler it is ignored.
+            device, or on the mesh of an earlier `port`.
         parallel: how a pipeline's transformer uses "tp". "context" splits its tokens, with weights whole on
             every device or gathered a layer at a time; "tensor" splits the channels of its weights. None
             chooses "context" where "tp" divides the attention's heads. `pipe.transformer.parallelism` gives
@@ -79,20 +68,18 @@ def port(
             `make_mesh`, or does not divide the weights; quantized weights that have no form on JAX; a module
             contains itself; an option that the object does not take.
     """
-    if weights is not None and isinstance(model_or_pipeline, SchedulerMixin | nn.Module):
+    if weights is not None and isinstance(model_or_pipeline, nn.Module):
         raise ValueError(
             f"port got weights={weights!r} for a {type(model_or_pipeline).__name__}: it is for a pipeline's "
             "transformer and text encoder; leave it out"
         )
-    if isinstance(model_or_pipeline, SchedulerMixin):
-        return port_scheduler(model_or_pipeline)
     to_port: Any = uncompiled(model_or_pipeline)  # without torch.compile's wrapper: JAX compiles the model
     is_vae = isinstance(to_port, DiffusersAutoencoder)
     if not is_vae and not _is_pipeline_or_has_vae(to_port):
         check_vae_class(to_port)  # for a VAE of another package it raises an error with a message of its own
         raise ValueError(
-            f"port got {type(to_port).__name__}: it takes diffusers' AutoencoderKLCogVideoX, a pipeline, an "
-            "object with such a VAE as its vae, or a scheduler"
+            f"port got {type(to_port).__name__}: it takes diffusers' AutoencoderKLCogVideoX, a pipeline, or "
+            "an object with such a VAE as its vae"
         )
     if parallel is not None:
         transformer = getattr(to_port, "transformer", None)

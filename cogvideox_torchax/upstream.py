@@ -19,7 +19,7 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -68,38 +68,58 @@ def torchax_is_on() -> bool:
     return any(isinstance(active, mode) for active in stack())
 
 
-def torchax_off() -> contextlib.ExitStack:
-    """Take torchax's modes off this thread's stacks of modes; closing the returned context puts them back."""
+def _turn_torchax_off() -> None:
+    """Take torchax's modes off this thread's stacks of modes, for good."""
     # A thread has two stacks: torch's functions go through the modes on one, and torch's operators through
-    # those on the other. torchax has a mode on each. torch has no public way to take off a mode that is not
-    # the last one, so each stack is emptied, and filled again without torchax's mode.
-    # (torch's module with a stack, its function that returns the stack, torchax's class of modes there)
+    # those on the other. torchax has a mode on each. torch can only take off the last mode.
     stacks = (
         ("torch.overrides", "_get_current_function_mode_stack", "XLAFunctionMode"),
         ("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", "XLADispatchMode"),
     )
-    with contextlib.ExitStack() as restoring:  # if a stack cannot be changed, those before it are put back
-        for owner, modes_function, mode_class in stacks:
-            current_modes, push, pop = (
-                _attribute("torch", owner, name) for name in (modes_function, "_push_mode", "_pop_mode")
-            )
-            old_modes = current_modes()  # a new list, the outermost mode first
-            torchax_mode = _attribute("torchax", "torchax.tensor", mode_class)
+    for owner, modes_function, mode_class in stacks:
+        current_modes, push, pop = (
+            _attribute("torch", owner, name) for name in (modes_function, "_push_mode", "_pop_mode")
+        )
+        modes, torchax_mode = current_modes(), _attribute("torchax", "torchax.tensor", mode_class)
+        for _ in modes:
+            pop()
+        for mode in modes:
+            if not isinstance(mode, torchax_mode):
+                push(mode)
 
-            # `restoring` runs this again after the loop, when the loop's variables are those of the last
-            # stack. The default arguments keep the functions of this stack.
-            def replace_modes(
-                modes: list[Any], current_modes: Any = current_modes, push: Any = push, pop: Any = pop
-            ) -> None:
-                for _ in current_modes():
-                    pop()
-                for mode in modes:
-                    push(mode)
 
-            restoring.callback(replace_modes, old_modes)
-            replace_modes([mode for mode in old_modes if not isinstance(mode, torchax_mode)])
-        # The caller closes what is returned. Without `pop_all` the end of this block would close it.
-        return restoring.pop_all()
+@contextlib.contextmanager
+def dispatching(mode: Any) -> Iterator[None]:
+    """Run a block in one of torch's dispatch modes, which threads may share."""
+    owner = "torch.utils._python_dispatch"
+    _attribute("torch", owner, "_push_mode")(mode)
+    try:
+        yield
+    finally:
+        _attribute("torch", owner, "_pop_mode")()
+
+
+_PYTHON_DEVICE: list[Any] = []
+"""What PyTorch calls for the device that `add_python_device` has added, kept alive here."""
+
+
+def add_python_device(operators: dict[str, Any]) -> None:
+    """Tell PyTorch that the device which a package has named is written in Python (torch 2.11 or later).
+
+    `operators` are those that make a tensor there, by name; PyTorch makes all other factories of them.
+    """
+    import torch
+
+    utils = "torch.utils.backend_registration"
+    hook = _attribute("torch", utils, "_DummyPrivateUse1Hook")()
+    guard = _attribute("torch", utils, "_DummyDeviceGuard")()
+    backends = _attribute("torch", "torch._C", "_acc")
+    backends.register_python_privateuseone_hook(hook)
+    backends.register_python_privateuseone_device_guard(guard)
+    library = torch.library.Library("aten", "IMPL")
+    for name, function in operators.items():
+        library.impl(name, function, "PrivateUse1")
+    _PYTHON_DEVICE.extend((hook, guard, library))
 
 
 def jax_has_started() -> bool:
@@ -185,7 +205,7 @@ def leave_torchax(refuse: Callable[[], None]) -> None:
     # `interop` is the last module that an import of torchax completes. Without it torchax is not in use.
     if "torchax.interop" not in sys.modules:
         return
-    torchax_off()  # off from this call on: only closing the returned context would turn it on again
+    _turn_torchax_off()
     # The tensors that the child has inherited keep their shape, dtype and device, which are properties. Of
     # the methods only `dim` works without JAX, so all others are replaced.
     torchax = sys.modules["torchax"]
@@ -222,7 +242,7 @@ def array_in(tensor: Any) -> Any:
     return getattr(tensor, "_elem", None)
 
 
-def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any) -> None:
+def teach_copying(kind: Any, tensor_of: Any, to_torch: Any) -> None:
     """Make a class of torchax's tensors copyable and picklable, which the class is not by itself.
 
     A copy, also inside a copied module or state dict, shares the tensor's JAX array, which nothing writes
@@ -233,13 +253,13 @@ def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any
         kind: the class, of whole tensors or of views.
         tensor_of: makes a torchax tensor of a JAX array.
         to_torch: makes a plain tensor of a torchax tensor.
-        without_torchax: calls a function while torchax is off.
     """
     from torch import nn
 
     # `copy.deepcopy` calls this.
     def deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
-        copied = tensor_of(tensor.jax())
+        array = array_in(tensor)  # as it is, also if it waits on the host; None for a slice
+        copied = tensor_of(tensor.jax()) if array is None else type(tensor)(array, tensor._env)
         if isinstance(tensor, nn.Parameter):
             copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = copied  # two references to one tensor stay one in the copy
@@ -247,10 +267,10 @@ def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any
 
     # pickle calls this, and stores what it returns: how to make a plain tensor.
     def reduce(tensor: Any) -> Any:
-        plain = without_torchax(to_torch, tensor)
+        plain = to_torch(tensor)
         if isinstance(tensor, nn.Parameter):
-            plain = without_torchax(nn.Parameter, plain, tensor.requires_grad)
-        return without_torchax(plain.__reduce_ex__, 2)  # 2 is the default protocol of `torch.save`
+            plain = nn.Parameter(plain, tensor.requires_grad)
+        return plain.__reduce_ex__(2)  # the default protocol of `torch.save`
 
     kind.__copy__ = lambda tensor: deepcopy(tensor, {})  # by itself, `copy.copy` would unpickle a pickle
     kind.__deepcopy__ = deepcopy
@@ -333,21 +353,6 @@ def _wrap_class_method(kind: Any, name: str, around: Callable[..., Any]) -> None
     setattr(kind, name, classmethod(call))
 
 
-@functools.cache
-def wrap_from_pretrained(around: Callable[..., Any]) -> None:
-    """Replace the `from_pretrained` of diffusers' models and pipelines by `around(load, cls, ...)`.
-
-    `load` is the original method, which takes the class and the user's arguments. `around` must call it while
-    torchax is off: with torchax on it can neither read a safetensors file (`torch.asarray` of a storage) nor
-    build a module on `torch.device("meta")`.
-    """
-    from diffusers.models.modeling_utils import ModelMixin
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-
-    for kind in (DiffusionPipeline, ModelMixin):
-        _wrap_class_method(kind, "from_pretrained", around)
-
-
 def dtype_option() -> str:
     """Return the name of `from_pretrained`'s argument for the dtype, which diffusers 0.40 has renamed."""
     return "dtype" if Version(installed("diffusers") or "0") >= Version("0.40") else "torch_dtype"
@@ -359,21 +364,6 @@ def wrap_from_pipe(around: Callable[..., Any]) -> None:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
     _wrap_class_method(DiffusionPipeline, "from_pipe", around)
-
-
-@functools.cache
-def wrap_register_modules(after: Callable[[Any, dict[str, Any]], None]) -> None:
-    """Have `after(pipeline, parts)` called when a pipeline's constructor registers its parts."""
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-
-    register = _attribute("diffusers", DiffusionPipeline, "register_modules")
-
-    @functools.wraps(register)
-    def call(self: Any, **parts: Any) -> None:
-        register(self, **parts)
-        after(self, parts)
-
-    DiffusionPipeline.register_modules = call
 
 
 def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:
@@ -654,11 +644,3 @@ def register_block(kind: type) -> None:
     metadata = _attribute("diffusers", "diffusers.hooks._helpers", "TransformerBlockMetadata")
     # The caches look up here which item of a block's result is the patches, and which the text.
     registry.register(kind, metadata(return_hidden_states_index=0, return_encoder_hidden_states_index=1))
-
-
-def assume_cudnn(version: int) -> None:
-    """Have JAX lower cuDNN's attention for a version, such as 91000 for 9.10.0, without asking cuDNN."""
-    from jax._src.cudnn import fused_attention_stablehlo as attention
-
-    _attribute("jax", attention, "check_cudnn_version")  # an error if there is none
-    attention.check_cudnn_version = lambda: version

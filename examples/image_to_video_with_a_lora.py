@@ -42,6 +42,7 @@ def main() -> None:
             num_frames=args.frames,
             num_inference_steps=args.steps,
             generator=torch.Generator("cpu").manual_seed(0),
+            max_sequence_length=pipe.transformer.config["max_text_seq_length"],
         )
         save_video(made.frames[0], path, fps=8)
 

@@ -1,51 +1,67 @@
 """Serve a pipeline: prompts come over HTTP, wait in a queue, and become videos, one after the other.
 
+    python examples/serve.py                                    # the small bundled pipeline, on any computer
     python examples/serve.py --model zai-org/CogVideoX-5b --sizes 49x480x720
 
-When it prints "ready", open http://127.0.0.1:8000 in a browser, or send requests with bodies in JSON:
+When it prints "ready", open http://127.0.0.1:8000 in a browser, or send requests:
 
-    POST /videos {"prompt": "A cat walks."}    returns an id; also takes "size", "steps" and "seed"
+    POST /videos {"prompt": "A cat walks."}    returns an id
     GET /videos/ID                             its state, its step, and how many videos come before it
     GET /videos/ID/file                        the video
     DELETE /videos/ID                          takes it from the queue, stops it, or deletes its file
+    GET /health                                answers as soon as the server is ready
 
 OpenAI's video API is there too, for its clients (`OpenAI(base_url="http://127.0.0.1:8000/v1", api_key=...)`):
-POST /v1/videos with "prompt", "size" (WIDTHxHEIGHT), "seconds" and, beyond OpenAI's fields, "seed" and
-"steps"; GET and DELETE /v1/videos/ID, GET /v1/videos/ID/content, and GET /v1/videos. "seconds" are rounded.
-GET /health answers as soon as the server is ready.
+POST and GET /v1/videos, GET and DELETE /v1/videos/ID, and GET /v1/videos/ID/content.
 
-A request has one of --sizes, which are all compiled before the server listens. A video that is cancelled
-stops before its next denoising step; the VAE's decoding is not interrupted. The server listens on the
-loopback interface unless --host changes it. There are no users and no passwords: anyone who reaches the port
-may use it. But if the environment variable COGVIDEOX_TORCHAX_TOKEN is set, every address but /health refuses
-requests without the header "Authorization: Bearer TOKEN", the page's too.
+A POST has a body in JSON or in multipart/form-data, with the fields of `Wanted`. The size is one of --sizes,
+which are all compiled before the server listens, or WIDTHxHEIGHT of one of them. "seconds" are rounded.
+Errors have OpenAI's form at every address.
+
+A video that is cancelled stops before its next denoising step; the VAE's decoding is not interrupted. The
+server listens on the loopback interface unless --host changes it, and refuses what pages of other sites send.
+There are no users: anyone who reaches the port may use it. But if the environment variable
+COGVIDEOX_TORCHAX_TOKEN is set, every address but / and /health needs "Authorization: Bearer TOKEN", a header
+for which the page asks.
 """
 
 import argparse
+import asyncio
 import contextlib
-import email.policy
+import copy
+import functools
 import json
+import logging
 import os
+import re
+import reprlib
 import secrets
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request
-from fastapi.exception_handlers import http_exception_handler
-from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
-from pydantic import BaseModel, Field, ValidationError
+from fastapi import Depends, FastAPI, HTTPException, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse
+from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 
 from cogvideox_torchax import load_pipeline, make_mesh, runtime, save_video
+from cogvideox_torchax.cli.common import TINY_PIPELINE, TINY_PROMPT, TINY_SAMPLING
 from cogvideox_torchax.dataset import Bucket
 from cogvideox_torchax.pipelines import description
+
+log = logging.getLogger(__name__)
 
 KEPT = 16
 """Number of finished videos that are kept: a new request deletes the oldest ones."""
@@ -54,6 +70,15 @@ UNFINISHED = "queued", "running"
 
 LARGEST = 100_000
 """Most bytes of a request's body."""
+
+PATIENCE = 60.0
+"""Seconds that a request's body may take to come."""
+
+SAMPLING = {"num_inference_steps": 50}
+"""How a pipeline samples."""
+
+SHUTDOWN = 5
+"""Seconds that a server that ends waits for requests; a running video is stopped after its step."""
 
 STATUS = {"queued": "queued", "running": "in_progress", "done": "completed"}
 """OpenAI's word for the state of a video that has not failed."""
@@ -72,7 +97,7 @@ PAGE = """<!doctype html>
 <form id="form">
   <textarea id="prompt" rows="3" aria-label="Prompt" required></textarea>
   <label>Size: <select id="size">SIZES</select></label>
-  <label>Steps: <input id="steps" type="number" value="50" min="1" max="1000"></label>
+  <label>Steps: <input id="steps" type="number" value="STEPS" min="1" max="1000"></label>
   <label>Seed: <input id="seed" type="number" value="0" min="0"></label>
   <button id="start">Generate</button>
   <button id="cancel" type="button" disabled>Cancel</button>
@@ -83,6 +108,14 @@ PAGE = """<!doctype html>
 <script>
   const at = name => document.getElementById(name);
   let mine = null;  // the address of the video that this page waits for
+  let token = "";
+  async function ask(address, options) {
+    const headers = { "Content-Type": "application/json", Authorization: `Bearer ${token}` };
+    const answer = await fetch(address, { ...options, headers });
+    if (answer.ok) return answer;
+    if (answer.status === 401 && (token = window.prompt("The server's token"))) return ask(address, options);
+    throw (await answer.json()).error.message;
+  }
   function show(text, address) {
     mine = address;
     at("said").textContent = text;
@@ -91,32 +124,33 @@ PAGE = """<!doctype html>
   }
   async function follow(address) {
     while (mine === address) {
-      const answer = await fetch(address), video = await answer.json();
+      const video = await (await ask(address)).json();
       if (mine !== address) return;
-      if (!answer.ok) return show(video.detail, null);
       at("bar").max = video.steps;
       at("bar").value = video.step;
-      if (video.state === "done") at("video").src = `${address}/file`;
+      if (video.state === "done") {
+        at("video").src = URL.createObjectURL(await (await ask(`${address}/file`)).blob());
+      }
       if (!["queued", "running"].includes(video.state)) return show(video.state, null);
       const step = `step ${video.step} of ${video.steps}`;
       show(video.state === "queued" ? `${video.ahead} before it` : step, address);
       await new Promise(resolve => setTimeout(resolve, 300));
     }
   }
-  at("form").addEventListener("submit", async event => {
-    event.preventDefault();
-    const wanted = { steps: +at("steps").value, seed: +at("seed").value };
-    for (const name of ["prompt", "size"]) wanted[name] = at(name).value;
-    const headers = { "Content-Type": "application/json" };
-    const answer = await fetch("/videos", { method: "POST", headers, body: JSON.stringify(wanted) });
-    const made = await answer.json();
-    if (!answer.ok) return show(JSON.stringify(made.detail), null);
+  async function generate() {
+    const wanted = {};  // of texts: a number of JavaScript keeps 53 bits of a seed
+    for (const name of ["prompt", "size", "steps", "seed"]) wanted[name] = at(name).value;
+    const made = await (await ask("/videos", { method: "POST", body: JSON.stringify(wanted) })).json();
     const address = `/videos/${made.id}`;
     show("sent", address);
-    follow(address);
+    await follow(address);
+  }
+  at("form").addEventListener("submit", event => {
+    event.preventDefault();
+    generate().catch(error => show(String(error), null));
   });
   function cancel() {
-    if (mine !== null) fetch(mine, { method: "DELETE", keepalive: true });
+    if (mine !== null) ask(mine, { method: "DELETE", keepalive: true });
     show("cancelled", null);
   }
   at("cancel").addEventListener("click", cancel);
@@ -126,13 +160,30 @@ PAGE = """<!doctype html>
 """
 
 
+def number(value: Any) -> Any:
+    """Refuse true and false, which pydantic takes for 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError("it is no number")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(number)]
+
+
 class Wanted(BaseModel, extra="forbid"):
-    """The body of a request; without a size, it gets the server's first."""
+    """The fields of a request; `size` and `steps` have the server's defaults, and `model` changes nothing."""
 
     prompt: Annotated[str, Field(min_length=1, max_length=4000)]
     size: str = ""
-    steps: Annotated[int, Field(ge=1, le=1000)] = 50
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seconds: Whole | None = None
+    steps: Annotated[
+        Whole | None, Field(ge=1, le=1000, validation_alias=AliasChoices("steps", "num_inference_steps"))
+    ] = None
+    seed: Annotated[Whole, Field(ge=0, lt=2**64)] = 0
+    model: str = ""
+
+
+FIELDS = ", ".join([*Wanted.model_fields, "num_inference_steps"])
 
 
 class Cancelled(Exception):
@@ -144,6 +195,8 @@ class Video:
     """A request and its progress; `step` is the number of steps that the device has computed."""
 
     wanted: Wanted
+    size: str
+    steps: int
     path: Path
     work: Future[None] = field(default_factory=Future)
     step: int = 0
@@ -174,8 +227,11 @@ def make_app(
     directory: Path,
     limit: int,
     fps: float,
+    *,
     token: str = "",
     model: str = "cogvideox",
+    host: str = "127.0.0.1",
+    sampling: Mapping[str, Any] = SAMPLING,
 ) -> FastAPI:
     """Return the page and the requests, and the thread that runs the pipeline.
 
@@ -189,29 +245,40 @@ def make_app(
         fps: frames a second of the files.
         token: that requests must have; "" for none.
         model: the model's name in answers.
+        host: the server's name for requests without a token, besides "localhost".
+        sampling: more arguments of the pipeline's call; a request may ask for other steps.
     """
     videos: dict[str, Video] = {}  # by id, in the order in which they came
     thread = ThreadPoolExecutor(max_workers=1)
+    tokens = pipe.transformer.config["max_text_seq_length"]
+    tokenizer = copy.deepcopy(pipe.tokenizer)  # the thread uses the pipeline's
+    offers = {
+        name: {"size": f"{width}x{height}", "seconds": str(round(frames / fps))}
+        for name, (frames, height, width) in sizes.items()
+    }
 
     def generate(video: Video) -> None:
-        frames, height, width = sizes[video.wanted.size]
+        frames, height, width = sizes[video.size]
         try:
             made = pipe(
                 video.wanted.prompt,
                 num_frames=frames,
                 height=height,
                 width=width,
-                num_inference_steps=video.wanted.steps,
                 generator=torch.Generator("cpu").manual_seed(video.wanted.seed),
                 callback_on_step_end=video.on_step_end,
+                max_sequence_length=tokens,
                 output_type="np",
+                **{**sampling, "num_inference_steps": video.steps},
             )
-            video.step = video.wanted.steps
+            video.step = video.steps
             save_video(made.frames[0], video.path, fps=fps)
         except Cancelled:
             pass
-        except Exception as error:  # only its text is kept: an exception keeps the arrays of its frames alive
-            video.error = f"failed: {' '.join(str(error).split()) or type(error).__name__}"
+        except BaseException as error:  # also SystemExit, after which there is no file either
+            # Its text may name files of the server, and the exception keeps the arrays of its frames alive.
+            log.exception("%s failed", video.path.stem)
+            video.error = f"failed: {type(error).__name__}"
         video.latents = None
         if video.cancelled:
             video.path.unlink(missing_ok=True)
@@ -221,165 +288,214 @@ def make_app(
             raise HTTPException(404, "no such video: it was cancelled, or is too old")
         return videos[id]
 
-    @contextlib.asynccontextmanager
-    async def running(app: FastAPI) -> AsyncIterator[None]:
-        for name in sizes:
-            print(f"compiling {name}", flush=True)
-            generate(warm := Video(Wanted(prompt="warm", size=name, steps=2), directory / "warm.mp4"))
-            if warm.error:
-                raise RuntimeError(f"{name} {warm.error}")
-        print("ready", flush=True)
-        yield
-        for id in [*videos]:
-            await cancel(id)
-        thread.shutdown()
+    def size_of(wanted: Wanted) -> str:
+        for name, its in offers.items():
+            if wanted.size in ("", name, its["size"]) and str(wanted.seconds) in ("None", its["seconds"]):
+                return name
+        offered = ", ".join(
+            f"{name} ({its['size']}, {its['seconds']} seconds)" for name, its in offers.items()
+        )
+        asked = f"the size {reprlib.repr(wanted.size)} with {wanted.seconds or 'any'} seconds"
+        raise HTTPException(400, f"got {asked}: this server makes {offered}")
 
-    app = FastAPI(lifespan=running, docs_url=None, redoc_url=None, openapi_url=None)
-
-    @app.get("/")
-    async def page() -> HTMLResponse:
-        return HTMLResponse(PAGE.replace("SIZES", "".join(f"<option>{name}</option>" for name in sizes)))
-
-    @app.post("/videos", status_code=201)
-    async def add(wanted: Wanted) -> dict[str, str]:
-        wanted.size = wanted.size or next(iter(sizes))
-        if wanted.size not in sizes:
-            raise HTTPException(422, f"got size {wanted.size}: one of {', '.join(sizes)}")
+    def enqueue(wanted: Wanted) -> str:
+        size, steps = size_of(wanted), wanted.steps or sampling["num_inference_steps"]
+        length = len(tokenizer(wanted.prompt).input_ids)
+        if length > tokens:  # the pipeline would cut it
+            raise HTTPException(400, f"got a prompt of {length} tokens: {model} takes {tokens}; shorten it")
         if sum(video.state == "queued" for video in videos.values()) >= limit:
             raise HTTPException(429, f"{limit} videos are waiting: try again later")
         for id in [id for id, video in videos.items() if video.state not in UNFINISHED][:-KEPT]:
-            await cancel(id)
-        id = secrets.token_urlsafe(16)
-        videos[id] = video = Video(wanted, directory / f"{id}.mp4")
+            drop(id)
+        id = f"{time.monotonic_ns():020d}-{secrets.token_urlsafe(16)}"  # ids grow
+        videos[id] = video = Video(wanted, size, steps, directory / f"{id}.mp4")
         video.work = thread.submit(generate, video)
-        return {"id": id}
+        return id
 
-    @app.get("/videos/{id}")
-    async def state(id: str) -> dict[str, Any]:
-        video, before = find(id), [*videos.values()][: [*videos].index(id)]
-        ahead = sum(other.state in UNFINISHED for other in before)
-        return {"state": video.state, "step": video.step, "steps": video.wanted.steps, "ahead": ahead}
-
-    @app.get("/videos/{id}/file")
-    async def file(id: str) -> FileResponse:
-        video = find(id)
-        if video.state != "done":
-            raise HTTPException(409, f"no file: the video is {video.state}")
-        return FileResponse(video.path, media_type="video/mp4")
-
-    @app.delete("/videos/{id}", status_code=204)
-    async def cancel(id: str) -> None:
+    def drop(id: str) -> None:
         video = find(id)
         del videos[id]
         video.cancelled = True
         video.work.cancel()
         video.path.unlink(missing_ok=True)
 
-    names = {
-        name: {"size": f"{width}x{height}", "seconds": str(round(frames / fps))}
-        for name, (frames, height, width) in sizes.items()
-    }
-
-    @app.exception_handler(StarletteHTTPException)
-    async def refuse(request: Request, error: StarletteHTTPException) -> Response:
-        if request.url.path.startswith("/v1/"):
-            return refusal(error.status_code, error.detail)
-        return await http_exception_handler(request, error)
-
-    @app.middleware("http")
-    async def check(request: Request, call_next: Any) -> Response:
-        if (
-            token
-            and request.url.path != "/health"
-            and not secrets.compare_digest(
-                request.headers.get("authorization", "").encode(), f"Bearer {token}".encode()
-            )
-        ):
-            return refusal(401, "a token is needed: send the header Authorization: Bearer TOKEN")
-        # A body without its length could be of any: it would have to be read to be counted.
-        if (
-            request.headers.get("transfer-encoding")
-            or int(request.headers.get("content-length", 0)) > LARGEST
-        ):
-            return refusal(
-                413, f"a body of at most {LARGEST} bytes is taken, and its Content-Length is needed"
-            )
-        return await call_next(request)
-
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ready"}
-
     def described(id: str) -> dict[str, Any]:
         video = find(id)
         return {
             **{"id": id, "object": "video", "model": model, "created_at": video.created},
-            **{"prompt": video.wanted.prompt, **names[video.wanted.size]},
+            **{"prompt": video.wanted.prompt, **offers[video.size]},
             "status": STATUS.get(video.state, "failed"),
-            "progress": 100 * video.step // video.wanted.steps,
+            "progress": 100 * video.step // video.steps,
             "error": {"code": "generation_failed", "message": video.error} if video.error else None,
         }
 
-    @app.post("/v1/videos")
-    async def create(request: Request) -> dict[str, Any]:
-        fields = fields_of(request.headers.get("content-type", ""), await request.body())
-        asked = {name: str(fields.pop(name)) for name in ("size", "seconds") if name in fields}
-        fitting = [name for name, its in names.items() if asked.items() <= its.items()]
-        if not fitting:
-            offered = ", ".join(f"size {its['size']} with seconds {its['seconds']}" for its in names.values())
-            raise HTTPException(400, f"got {asked}: this server makes {offered}")
-        fields.pop("model", None)  # there is one
-        try:
-            wanted = Wanted(**{**fields, "size": fitting[0]})
-        except (TypeError, ValidationError) as error:
-            raise HTTPException(400, " ".join(str(error).split())) from error
-        return described((await add(wanted))["id"])
+    async def check(request: Request) -> None:
+        if not token:
+            check_site(request, host)
+        elif request.url.path not in ("/", "/health"):
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not secrets.compare_digest(given.encode(), token.encode()):
+                text = "a token is needed: send the header Authorization: Bearer TOKEN"
+                raise HTTPException(401, text, {"WWW-Authenticate": "Bearer"})
 
-    @app.get("/v1/videos")
-    async def listed(limit: int = 20, after: str = "", order: str = "desc") -> dict[str, Any]:
-        ids = [*videos] if order == "asc" else [*videos][::-1]
-        ids = ids[ids.index(after) + 1 :] if after in ids else ids
-        data = [described(id) for id in ids[: max(limit, 0)]]
+    @contextlib.asynccontextmanager
+    async def running(app: FastAPI) -> AsyncIterator[None]:
+        for name in sizes:
+            print(f"compiling {name}", flush=True)
+            generate(warm := Video(Wanted(prompt="warm"), name, 2, directory / "warm.mp4"))
+            if warm.error:
+                raise RuntimeError(f"{name} {warm.error}")
+        print("ready", flush=True)
+        yield
+        for id in [*videos]:
+            drop(id)
+        thread.shutdown()
+
+    app = FastAPI(
+        lifespan=running, docs_url=None, redoc_url=None, openapi_url=None, dependencies=[Depends(check)]
+    )
+    get = functools.partial(app.api_route, methods=["GET", "HEAD"])
+
+    @app.exception_handler(StarletteHTTPException)
+    async def refuse(request: Request, error: StarletteHTTPException) -> JSONResponse:
+        headers = dict(error.headers or {})
+        if error.status_code == 405:  # the error has the methods of one route, the path may have more
+            here: list[Any] = [each for each in app.routes if each.matches(request.scope)[0] is Match.PARTIAL]
+            headers["Allow"] = ", ".join(sorted(set().union(*(each.methods for each in here))))
+        return refusal(error.status_code, str(error.detail), headers=headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        name = reprlib.repr(("the body", *first["loc"])[-1])[1:-1]
+        unknown = f"it is no field; the fields are {FIELDS}"
+        text = unknown if first["type"] == "extra_forbidden" else first["msg"]
+        return refusal(400, f"{name}: {text}", name)
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> JSONResponse:
+        return refusal(500, "an error of the server: its log has more")
+
+    @get("/")
+    async def page() -> HTMLResponse:
+        options = "".join(f"<option>{name}</option>" for name in sizes)
+        return HTMLResponse(
+            PAGE.replace("SIZES", options).replace("STEPS", str(sampling["num_inference_steps"]))
+        )
+
+    @get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ready"}
+
+    @app.post("/videos", status_code=201)
+    async def add(wanted: Annotated[Wanted, Depends(wanted_of)]) -> dict[str, str]:
+        return {"id": enqueue(wanted)}
+
+    @get("/videos/{id}")
+    async def state(id: str) -> dict[str, Any]:
+        video, before = find(id), [*videos.values()][: [*videos].index(id)]
+        ahead = sum(other.state in UNFINISHED for other in before)
+        return {"state": video.state, "step": video.step, "steps": video.steps, "ahead": ahead}
+
+    @get("/videos/{id}/file")
+    @get("/v1/videos/{id}/content")
+    async def file(id: str, variant: Literal["video"] = "video") -> FileResponse:
+        video = find(id)
+        if video.state != "done":
+            raise HTTPException(409, f"no file: the video is {video.state}")
+        if not video.path.exists():
+            raise HTTPException(404, "no file: somebody has deleted it")
+        return FileResponse(video.path, media_type="video/mp4")
+
+    @app.delete("/videos/{id}", status_code=204)
+    async def cancel(id: str) -> None:
+        drop(id)
+
+    @app.post("/v1/videos")
+    async def create(wanted: Annotated[Wanted, Depends(wanted_of)]) -> dict[str, Any]:
+        return described(enqueue(wanted))
+
+    @get("/v1/videos")
+    async def listed(
+        limit: Annotated[int, Query(ge=1)] = 20,
+        after: Annotated[str, Query(pattern=r"^(\d{20}-.*)?$")] = "",
+        order: Literal["asc", "desc"] = "desc",
+    ) -> dict[str, Any]:
+        # Ids grow: a page begins where it should, even if the video `after` was deleted.
+        ids = [id for id in videos if not after or (id > after if order == "asc" else id < after)]
+        ids = ids if order == "asc" else ids[::-1]
+        data = [described(id) for id in ids[:limit]]
         last = data[-1]["id"] if data else None
         return {"object": "list", "data": data, "last_id": last, "has_more": len(data) < len(ids)}
 
-    app.get("/v1/videos/{id}/content")(file)
-
-    @app.get("/v1/videos/{id}")
+    @get("/v1/videos/{id}")
     async def retrieve(id: str) -> dict[str, Any]:
         return described(id)
 
     @app.delete("/v1/videos/{id}")
     async def delete(id: str) -> dict[str, Any]:
-        await cancel(id)
+        drop(id)
         return {"id": id, "object": "video.deleted", "deleted": True}
 
     return app
 
 
-def refusal(status: int, message: str) -> JSONResponse:
-    """Return an error in OpenAI's shape."""
+def refusal(
+    status: int, message: str, field: str | None = None, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """Return an error in OpenAI's form."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse(
-        {"error": {"message": message, "type": kind, "param": None, "code": None}}, status_code=status
-    )
+    error = {"message": message, "type": kind, "param": field, "code": None}
+    return JSONResponse({"error": error}, status, headers)
 
 
-def fields_of(kind: str, body: bytes) -> dict[str, Any]:
-    """Return the fields of a request in JSON or, as OpenAI's client sends them, in multipart/form-data."""
+def check_site(request: Request, host: str) -> None:
+    """Refuse what a page of another site sends: it has the site's origin, or a name of its own for us."""
+    ours, origin = request.headers.get("host", ""), request.headers.get("origin")
+    known = re.sub(r":\d+$", "", ours).strip("[]") in ("localhost", "127.0.0.1", "::1", host)
+    if not known or origin not in (None, f"http://{ours}", f"https://{ours}"):
+        raise HTTPException(403, f"got host {ours!r} and origin {origin!r}: ask by localhost, or the --host")
+
+
+async def parts(request: Request) -> AsyncGenerator[bytes, None]:
+    """Yield a body as it comes; an error ends one that is larger than `LARGEST`, after its first parts."""
+    left = LARGEST
+    async for part in request.stream():  # the last part is empty
+        if left < 0:
+            raise HTTPException(413, f"a body has at most {LARGEST} bytes")
+        left -= len(part)
+        yield part
+
+
+async def wanted_of(request: Request) -> Wanted:
+    """Read a body in JSON or, as OpenAI's client sends it, in multipart/form-data."""
+    headers, body = request.headers, parts(request)
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        raise HTTPException(415, "a body has no Content-Encoding", {"Accept-Encoding": "identity"})
     try:
-        if not kind.startswith("multipart/"):
-            return dict(json.loads(body))
-        head = f"Content-Type: {kind}\r\n\r\n".encode()
-        parts = email.message_from_bytes(head + body, policy=email.policy.HTTP).iter_parts()
-        return {
-            str(part.get_param("name", header="content-disposition")): bytes(
-                part.get_payload(decode=True)
-            ).decode()
-            for part in parts
-        }
-    except (ValueError, TypeError, RecursionError) as error:
+        async with asyncio.timeout(PATIENCE):
+            if headers.get("content-type", "").lower().startswith("multipart/form-data"):
+                form = await MultiPartParser(headers, body, max_files=0, max_fields=100).parse()
+                fields = fields_of(form.multi_items())
+            else:
+                fields = json.loads(b"".join([part async for part in body]), object_pairs_hook=fields_of)
+        return Wanted.model_validate(fields)
+    except (TimeoutError, ClientDisconnect) as error:
+        raise HTTPException(408, f"the body did not come within {PATIENCE} seconds") from error
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from error
+    except MultiPartException as error:
+        raise HTTPException(400, f"{error.message} A form has no files, such as input_reference") from error
+    except (ValueError, RecursionError) as error:
         raise HTTPException(400, f"the body is neither an object in JSON nor a form: {error}") from error
+
+
+def fields_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields of a body without those that are null; `ValueError` for one that it has twice."""
+    for name, count in Counter(name for name, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"it has {reprlib.repr(name)} twice")
+    return {name: value for name, value in pairs if value is not None}
 
 
 def main() -> None:
@@ -387,8 +503,8 @@ def main() -> None:
         description="A page and an HTTP interface that turn prompts into videos.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--model", default="zai-org/CogVideoX-5b", help="a directory or a hub id")
-    parser.add_argument("--sizes", nargs="+", default=["49x480x720"], help="FRAMESxHEIGHTxWIDTH")
+    parser.add_argument("--model", default=str(TINY_PIPELINE), help="a directory or a hub id")
+    parser.add_argument("--sizes", nargs="+", help="FRAMESxHEIGHTxWIDTH; None for the model's")
     parser.add_argument("--dp", type=int, default=1, help="mesh: devices for the two passes of guidance")
     parser.add_argument("--tp", type=int, default=1, help="mesh: devices for one pass")
     parser.add_argument("--offload", action="store_true", help="keep weights on the host between uses")
@@ -397,20 +513,36 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="to listen on")
     parser.add_argument("--port", type=int, default=8000, help="to listen on")
     args = parser.parse_args()
+    token = os.environ.get("COGVIDEOX_TORCHAX_TOKEN", "")
     try:
-        sizes = {size: astuple(Bucket.parse(size)) for size in args.sizes}
-        mesh = make_mesh(args.dp, args.tp)
+        if not re.fullmatch("[!-~]*", token):
+            raise ValueError("COGVIDEOX_TORCHAX_TOKEN has characters that a header cannot have: use ASCII")
         model = description.describe(args.model, image=False, clip=False)
+        sizes = {size: astuple(Bucket.parse(size)) for size in args.sizes or ["x".join(map(str, model.size))]}
+        mesh = make_mesh(args.dp, args.tp)
         for size in sizes.values():  # before minutes of loading
             description.check_size(model, *size)
         pipe = load_pipeline(args.model, mesh=mesh, offload=args.offload)
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     pipe.set_progress_bar_config(disable=True)
+    if bundled := args.model == str(TINY_PIPELINE):
+        print(f"the small bundled pipeline knows prompts such as: {TINY_PROMPT}", flush=True)
     with tempfile.TemporaryDirectory() as directory:
-        token = os.environ.get("COGVIDEOX_TORCHAX_TOKEN", "")
-        app = make_app(pipe, sizes, Path(directory), args.queue, args.fps, token, args.model)
-        uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
+        app = make_app(
+            pipe,
+            sizes,
+            Path(directory),
+            args.queue,
+            args.fps,
+            token=token,
+            model=os.path.basename(os.path.abspath(args.model)),
+            host=args.host,
+            sampling=TINY_SAMPLING if bundled else SAMPLING,
+        )
+        uvicorn.run(
+            app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=SHUTDOWN
+        )
 
 
 if __name__ == "__main__":

@@ -3,13 +3,15 @@
     python examples/stream_to_browser.py --model zai-org/CogVideoX-5b     # then open http://127.0.0.1:8000
 
 It takes files that `cogvideox-torchax encode` wrote with the same model. It listens on the loopback interface
-unless --host changes it. There are no users and no passwords: anyone who reaches the port may use it. An
-upload has at most --largest MB, at most --queue videos wait, and one is decoded at a time. A bad request is
-answered by one line. No file name is taken from a request.
+unless --host changes it, and refuses what pages of other sites send. There are no users and no passwords:
+anyone who reaches the port may use it. An upload has at most --largest MB, at most --queue videos wait, and
+one is decoded at a time. A bad request is answered by one line. No file name is taken from a request.
 """
 
 import argparse
+import asyncio
 import io
+import re
 import secrets
 import threading
 import time
@@ -18,10 +20,11 @@ from typing import Any
 
 import torch
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse, StreamingResponse
 from PIL import Image
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.requests import ClientDisconnect
 
 from cogvideox_torchax.backends import backend
 from cogvideox_torchax.files import latents as latent_files
@@ -34,6 +37,12 @@ QUALITY = 90
 
 PATIENCE = 60.0
 """Seconds that an upload is kept for somebody who does not come to see it."""
+
+UPLOAD = 600.0
+"""Seconds that an upload may take."""
+
+SHUTDOWN = 5
+"""Seconds that a server that ends waits for requests."""
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -66,10 +75,14 @@ PAGE = """<!doctype html>
 async def body(request: Request, largest: int) -> bytes:
     """Read an upload, no further than `largest` bytes."""
     held = bytearray()
-    async for part in request.stream():
-        held += part
-        if len(held) > largest:
-            raise HTTPException(413, f"larger than {largest} bytes")
+    try:
+        async with asyncio.timeout(UPLOAD):
+            async for part in request.stream():
+                held += part
+                if len(held) > largest:
+                    raise HTTPException(413, f"larger than {largest} bytes")
+    except (TimeoutError, ClientDisconnect) as error:
+        raise HTTPException(408, f"the upload did not come within {UPLOAD} seconds") from error
     return bytes(held)
 
 
@@ -97,7 +110,7 @@ def jpegs(chunks: Chunks) -> Iterator[bytes]:
     yield b"--frame--\r\n"
 
 
-def make_app(vae: Any, *, queue: int = 4, largest: int = 64_000_000) -> FastAPI:
+def make_app(vae: Any, *, queue: int = 4, largest: int = 64_000_000, host: str = "127.0.0.1") -> FastAPI:
     """Return the page, where latents go up and frames come down.
 
     The event loop's thread answers all requests, and is the only one to change the table of videos.
@@ -106,17 +119,30 @@ def make_app(vae: Any, *, queue: int = 4, largest: int = 64_000_000) -> FastAPI:
         vae: the decoder, ready to run.
         queue: number of videos that may wait.
         largest: bytes of an upload.
+        host: the server's name in requests, besides "localhost".
     """
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+    async def check(request: Request) -> None:
+        """Refuse what a page of another site sends: it has the site's origin, or a name of its own for us."""
+        ours, origin = request.headers.get("host", ""), request.headers.get("origin")
+        known = re.sub(r":\d+$", "", ours).strip("[]") in ("localhost", "127.0.0.1", "::1", host)
+        if not known or origin not in (None, f"http://{ours}", f"https://{ours}"):
+            raise HTTPException(
+                403, f"got host {ours!r} and origin {origin!r}: ask by localhost, or the --host"
+            )
+
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, dependencies=[Depends(check)])
     waiting: dict[str, tuple[float, Chunks]] = {}  # by name, with the time of the upload
     decoding = threading.Lock()
 
     @app.exception_handler(StarletteHTTPException)
     async def one_line(request: Request, error: StarletteHTTPException) -> Response:
-        return PlainTextResponse(" ".join(str(error.detail).split()) + "\n", error.status_code)
+        return PlainTextResponse(
+            " ".join(str(error.detail).split()) + "\n", error.status_code, dict(error.headers or {})
+        )
 
-    @app.get("/")
-    def page() -> HTMLResponse:
+    @app.api_route("/", methods=["GET", "HEAD"])
+    async def page() -> HTMLResponse:
         return HTMLResponse(PAGE)
 
     @app.post("/videos")
@@ -161,8 +187,8 @@ def main() -> None:
         vae = backend("torchax").load(args.model, getattr(torch, args.dtype)).vae
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
-    app = make_app(vae, queue=args.queue, largest=args.largest * 1_000_000)
-    uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
+    app = make_app(vae, queue=args.queue, largest=args.largest * 1_000_000, host=args.host)
+    uvicorn.run(app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=SHUTDOWN)
 
 
 if __name__ == "__main__":

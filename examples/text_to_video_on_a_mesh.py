@@ -38,6 +38,7 @@ def main() -> None:
         num_frames=args.frames,
         num_inference_steps=args.steps,
         generator=torch.Generator("cpu").manual_seed(args.seed),
+        max_sequence_length=pipe.transformer.config["max_text_seq_length"],
     )
     save_video(made.frames[0], args.output, fps=8)
 

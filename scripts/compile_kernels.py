@@ -17,9 +17,9 @@ import torch
 from jax.experimental import pallas as pl
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from benchmarks.plan import chips, networks, videos
+from benchmarks.plan.programs import Work
 from cogvideox_torchax import make_mesh
-from cogvideox_torchax.plan import chips, jobs, networks
-from cogvideox_torchax.plan.programs import Work
 from cogvideox_torchax.vae.directions import DECODE, ENCODE
 
 BOUNDS: dict[str, str | bool] = {"xla_mosaic_on_device_checks": "bounds"}
@@ -35,9 +35,9 @@ def works(topology: str) -> Iterator[tuple[Work, Any]]:
     alone, eight = (make_mesh(1, count, devices=devices[:count]) for count in (1, 8))
     for mesh, height, width in ((alone, 480, 720), (eight, 480, 720), (eight, 768, 1360)):
         for direction in (DECODE, ENCODE):
-            job = jobs.Job(direction, 17, height, width)  # a first chunk and two later ones
-            vae = jobs.weightless_vae("5b", torch.bfloat16)
-            yield from ((work, mesh) for work in jobs.chunk_works(vae, job, mesh))
+            job = videos.Job(direction, 17, height, width)  # a first chunk and two later ones
+            vae = videos.weightless_vae("5b", torch.bfloat16)
+            yield from ((work, mesh) for work in videos.chunk_works(vae, job, mesh))
     for model in networks.TRANSFORMERS:
         frames, height, width = (21, 96, 170) if model == "1.5-5b" else (13, 60, 90)
         step = networks.step_work(

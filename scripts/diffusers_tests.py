@@ -31,7 +31,7 @@ def swap(place: str) -> None:
     """Put this package's classes in the place of diffusers', before its tests import anything."""
     import diffusers
 
-    from cogvideox_torchax import AutoencoderKLCogVideoX, enable
+    from cogvideox_torchax import AutoencoderKLCogVideoX
     from cogvideox_torchax.pipelines.port import PIPELINES
 
     vars(diffusers)["AutoencoderKLCogVideoX"] = AutoencoderKLCogVideoX
@@ -39,7 +39,6 @@ def swap(place: str) -> None:
         return
     for kind in PIPELINES:
         _port_when_built(kind)
-    enable()
 
 
 def _port_when_built(kind: Any) -> None:

@@ -18,8 +18,8 @@ from jax.experimental.compilation_cache import compilation_cache
 jaxtyping.install_import_hook("jax_kernels", "beartype.beartype")  # annotated shapes are checked
 
 from cogvideox_torchax import cli, make_mesh, port
-from cogvideox_torchax.runtime import enable, is_enabled, without_torchax
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
+from cogvideox_torchax.upstream import torchax_is_on
 from tests import reference
 
 GROWTH = 2**31
@@ -68,7 +68,7 @@ def shallow_vae():
 def shallow_directory(shallow_vae, tmp_path_factory):
     """Return the directory of `shallow_vae`, which a test leaves as it is."""
     directory = tmp_path_factory.mktemp("shallow") / "vae"
-    without_torchax(shallow_vae.save_pretrained, directory)
+    shallow_vae.save_pretrained(directory)
     return str(directory)
 
 
@@ -81,8 +81,8 @@ def saved(tmp_path_factory):
     def directory_of(kind="text", version="5b", scheduler=None):
         path = tmp_path_factory.mktemp("saved")
         parts = {} if scheduler is None else {"scheduler": small_pipelines.scheduler(scheduler)}
-        pipe = without_torchax(small_pipelines.one_layer, kind, version, **parts)
-        without_torchax(pipe.save_pretrained, path)
+        pipe = small_pipelines.one_layer(kind, version, **parts)
+        pipe.save_pretrained(path)
         return str(path)
 
     return directory_of
@@ -183,15 +183,10 @@ def restored_cache():
 
 @contextlib.contextmanager
 def torchax_disabled():
-    """Restore the state of a session that has not enabled torchax yet, whatever the tests before did."""
-    was_enabled = is_enabled()
-    while is_enabled():
-        torchax.disable_globally()
+    """Leave torchax off after a test that turns it on."""
     yield
-    while is_enabled():
+    while torchax_is_on():
         torchax.disable_globally()
-    if was_enabled:
-        enable()
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.interpreters import mlir
 
-from cogvideox_torchax import enable, port, runtime
+from benchmarks.plan import hlo, programs
+from cogvideox_torchax import port, runtime
 from cogvideox_torchax.flax import FlaxVAEForPipelines
-from cogvideox_torchax.plan import hlo, programs
 from cogvideox_torchax.vae.directions import Direction
 from cogvideox_torchax.vae.nnx.autoencoder import compiled
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE
@@ -87,7 +87,6 @@ def randomized(module):
 def on_jax(vae):
     """Port and move the model, with torchax enabled for the whole test session."""
     port(vae)
-    enable()
     return vae.to("jax")
 
 
@@ -137,7 +136,7 @@ def _answer(kind, stock, given, compute):
         # Where torchax is on, each of PyTorch's own operations takes its way too.
         _answers[key] = (
             stock,
-            runtime.without_torchax(torch.no_grad()(compute)),
+            torch.no_grad()(compute)(),
         )  # kept: its id stays its own
     return _answers[key][1].clone()
 

@@ -9,20 +9,18 @@ from collections.abc import Callable, Iterator, Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from cogvideox_torchax import runtime
-from cogvideox_torchax.vae.axes import NCTHW, NTHWC, Axes
 from cogvideox_torchax.vae.checkpoint import locate_vae
 from cogvideox_torchax.vae.directions import ENCODE, Direction
 
 if TYPE_CHECKING:
+    import torch
     from jax.sharding import Mesh
 
-Use = Literal["run", "verify", "plan"]
-"""A use of a backend: to run a VAE, to be compared by `verify`, or to be planned by `plan`."""
+Use = Literal["run", "verify"]
+"""A use of a backend by the command line: to run a VAE, or to be compared by `verify`."""
 
-Recorder = Callable[[torch.Tensor, Any], tuple[dict[str, torch.Tensor], Any]]
+Recorder = Callable[["torch.Tensor", Any], tuple[dict[str, "torch.Tensor"], Any]]
 """A function that runs a chunk and records layers: (chunk, cache) -> (outputs, next cache).
 
 The outputs are those of the layers, as plain tensors, by the layers' names in diffusers. The cache is None
@@ -44,7 +42,6 @@ class Backend:
         uses: what the backend may be used for.
         stock: whether it runs diffusers' own modules.
         on_jax: whether JAX compiles it, so that it runs on a mesh too.
-        axes: the order of the axes of the chunks that `program` takes.
         vae: the model, with diffusers' interface: `encode(x).latent_dist` and `decode(z).sample`, in NCTHW;
             None before one is loaded.
     """
@@ -54,7 +51,6 @@ class Backend:
     uses: AbstractSet[Use]
     stock: bool = False
     on_jax: bool = True
-    axes: Axes = NCTHW
     vae: Any = None
 
     @property
@@ -62,7 +58,7 @@ class Backend:
         """The file of the backend's build."""
         return importlib.import_module(f"{__name__}.{self.build}")
 
-    def load(self, model: str, dtype: torch.dtype, mesh: "Mesh | None" = None) -> "Backend":
+    def load(self, model: str, dtype: "torch.dtype", mesh: "Mesh | None" = None) -> "Backend":
         """Load a VAE, alone or from a whole pipeline, and run it on a mesh if there is one.
 
         Args:
@@ -88,18 +84,11 @@ class Backend:
             runtime.put_weights(vae)
         return replace(self, vae=vae)
 
-    def program(self, vae: Any, direction: Direction) -> Any:
-        """Return the program of a direction's chunks, which `plan` compiles ahead of time.
-
-        The program is for the config, dtype and mesh of `vae`, which has no weights (see `plan.jobs`).
-        """
-        return self.functions.program(vae, direction, self.stock)
-
-    def put(self, x: torch.Tensor) -> torch.Tensor:
+    def put(self, x: "torch.Tensor") -> "torch.Tensor":
         """Return a plain tensor where the model takes it: on JAX if its weights are tensors there."""
         return runtime.to_jax(x) if runtime.is_on_jax(self.vae) else x
 
-    def run(self, direction: Direction, x: torch.Tensor) -> torch.Tensor:
+    def run(self, direction: Direction, x: "torch.Tensor") -> "torch.Tensor":
         """Encode a video to its posterior, or decode latents; return a plain tensor."""
         placed = self.put(x)
         if direction == ENCODE:
@@ -107,7 +96,7 @@ class Backend:
             return runtime.to_torch(self.vae.encode(placed).latent_dist.parameters)
         return runtime.to_torch(self.vae.decode(placed).sample)
 
-    def chunks(self, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
+    def chunks(self, direction: Direction, x: "torch.Tensor") -> "Iterator[torch.Tensor]":
         """Return an iterator over the results of a video's chunks; the results stay on the device."""
         # Imported here, because it imports JAX, which the list of backends does without.
         from cogvideox_torchax.vae.streaming import frames_of_chunks
@@ -125,9 +114,9 @@ _TABLE = {
     entry.name: entry
     for entry in (
         Backend("torch", "modules", {"run", "verify"}, stock=True, on_jax=False),
-        Backend("torchax-stock", "modules", {"plan"}, stock=True),
-        Backend("torchax", "modules", {"run", "verify", "plan"}),
-        Backend("flax", "flax", {"run", "verify", "plan"}, axes=NTHWC),
+        Backend("torchax-stock", "modules", frozenset(), stock=True),
+        Backend("torchax", "modules", {"run", "verify"}),
+        Backend("flax", "flax", {"run", "verify"}),
     )
 }
 

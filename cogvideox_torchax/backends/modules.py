@@ -13,17 +13,11 @@ from cogvideox_torchax.vae.directions import Direction
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX as VAE, port_vae
 from cogvideox_torchax.vae.torchax.networks import RecordedLayers, chunk_network, stock_of
 
-__all__ = ["VAE", "from_native", "program", "recorder", "stock_results"]
+__all__ = ["VAE", "from_native", "recorder", "stock_results"]
 
 
 def from_native(native: Any, stock: bool) -> Any:
     return stock_of(native) if stock else port_vae(native)
-
-
-def program(vae: VAE, direction: Direction, stock: bool) -> runtime.Program:
-    # On a mesh the results of the stock program would be wrong, because diffusers' modules do not leave out
-    # the padding of a width that the devices do not divide. `plan` only compiles it.
-    return vae.build_program(direction, stock=stock)
 
 
 def stock_results(vae: Any, direction: Direction, chunks: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

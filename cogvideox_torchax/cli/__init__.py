@@ -1,8 +1,4 @@
-"""The command line: `cogvideox-torchax COMMAND ...`.
-
-A command is a file with its options, `COMMAND`, and `run(args)`, which returns the exit code, or None for 0.
-For every command `args` has `quiet`, `profile`, `distributed` and `traceback`, even if it lacks the options.
-"""
+"""The command line: `cogvideox-torchax COMMAND ...`. Wrong options are refused before torch is imported."""
 
 import argparse
 import contextlib
@@ -15,34 +11,40 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 
-from cogvideox_torchax import __version__
+from cogvideox_torchax import __version__, runtime
+from cogvideox_torchax.cli import commands
+from cogvideox_torchax.cli.commands import COMMANDS
+from cogvideox_torchax.cli.options import USER_ERROR, Parser, did_you_mean
+from cogvideox_torchax.runtime.quiet import quiet_libraries
 
-COMMANDS = (
-    *("doctor", "demo", "encode", "decode", "pack", "reconstruct", "generate"),
-    *("compile", "verify", "plan", "completion"),
-)
-"""Names of the commands' modules. They import torch, so only `parser` imports them."""
-USER_ERROR = 2
 FAILURE = 1
 INTERRUPTED = 130  # a shell's code for a process that Ctrl-C ended
 
 
 def parser() -> argparse.ArgumentParser:
-    from cogvideox_torchax.cli.options import CommandParser  # imports torch, as the commands' modules do
-
-    root = argparse.ArgumentParser(
+    root = Parser(
         prog="cogvideox-torchax",
         description="CogVideoX's video VAE and pipelines on TPU, GPU and CPU through torchax.",
         epilog="example: cogvideox-torchax demo",
     )
     root.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    subparsers = root.add_subparsers(
-        dest="command", metavar="COMMAND", required=True, parser_class=CommandParser
-    )
-    for name in COMMANDS:
-        command = importlib.import_module(f"{__name__}.{name}")
-        command.COMMAND.add_to(subparsers, name).set_defaults(run=command.run)  # becomes `args.run`
+    subparsers = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        command.add_to(subparsers, name)
     return root
+
+
+def parsed(words: Sequence[str]) -> argparse.Namespace:
+    """Return the options of a command line; exit if it is wrong, and with the help if it is empty."""
+    root, words = parser(), words or ["--help"]
+    if not words[0].startswith("-") and words[0] not in COMMANDS:
+        root.error(f"there is no command {words[0]}{did_you_mean(words[0], COMMANDS)}")
+    args, unknown = root.parse_known_args(words)
+    if unknown:
+        flags = (flag for option in COMMANDS[args.command].options for flag in option.flags)
+        near = did_you_mean(unknown[0].partition("=")[0], flags)
+        root.error(f"{args.command} does not take {' '.join(unknown)}{near}")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,21 +52,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     `argv` is the command line without the program's name; None for the process's own.
     """
-    with _ended_by_ctrl_c():  # torch is imported in this block
-        from cogvideox_torchax.runtime.quiet import quiet_libraries
-
-        args = parser().parse_args(argv)
+    args = parsed(sys.argv[1:] if argv is None else argv)
     try:
+        commands.check(args)
+    except (ValueError, OSError) as error:
+        return _report_error(error, args)
+    try:
+        with _ended_by_ctrl_c():  # torch is imported in this block
+            run = importlib.import_module(f"{__name__}.{args.command}").run
         quiet_libraries(bars=not args.quiet)  # hides other packages' warnings; `bars` keeps progress bars
-        # A profile would start JAX, which processes must not do before they connect.
-        if args.distributed and args.profile is not None:
-            raise ValueError("--profile records a single process: leave out --distributed")
-        if args.profile is None:
-            return args.run(args) or 0
-        from cogvideox_torchax.runtime import profiling  # imports JAX, without which `doctor` works
-
-        with profiling(args.profile):
-            return args.run(args) or 0
+        # `profiling` imports JAX, without which `doctor` works.
+        with contextlib.nullcontext() if args.profile is None else runtime.profiling(args.profile):
+            return run(args) or 0
     except (KeyboardInterrupt, Exception) as error:
         code = _report_error(error, args)
     if args.distributed:  # the other processes may wait for results that this one will not send

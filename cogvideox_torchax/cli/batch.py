@@ -11,57 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.cli import common, devices
-from cogvideox_torchax.dataset import clip, formats, loop, sources
+from cogvideox_torchax.dataset import clip, loop, sources
 from cogvideox_torchax.dataset.directory import Changes, LatentDirectory, OutputDirectory, VideoDirectory
-from cogvideox_torchax.files import faults, models
-from cogvideox_torchax.files.whole import refuse
-
-FOR_MANY = ("keep", "buckets", "windows", "min_size", "ray", "actors", "workers", "retry_failed")
-"""Options that a single clip has no use for."""
-
-
-def check_one(args: argparse.Namespace) -> None:
-    """Raise `ValueError` for an option of many clips that was given for a single clip."""
-    for name in FOR_MANY:
-        # The options' defaults are None and False. `getattr` returns None for one that the command lacks.
-        if getattr(args, name, None) not in (None, False):
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{option} is for many clips: leave it out, or give a directory or a list")
-
-
-def check_output_directory(path: str, unit: str = "clip") -> None:
-    """Raise `OutputError` if an output directory has the suffix of a file, and does not exist yet."""
-    suffix = Path(path).suffix.lower()
-    file_suffixes = (*formats.SUFFIXES.values(), ".mp4", ".gif")  # of latents, and of videos
-    is_file_name = suffix in file_suffixes and not Path(path).is_dir()
-    refuse(path, (is_file_name, f"many {unit}s go into a directory: give a name without {suffix}"))
-
-
-def ray_faults(args: argparse.Namespace) -> tuple[tuple[object, str], ...]:
-    """Return the conditions under which the options of Ray contradict others, with the errors."""
-    return (
-        (args.actors and args.ray is None, "--actors is for Ray: add --ray"),
-        (args.distributed and args.ray is not None, "Ray deals out the work itself: leave out --distributed"),
-    )
+from cogvideox_torchax.files import reports
 
 
 def encode(args: argparse.Namespace) -> int:
     """Encode the clips that the output directory lacks; return 1 if some cannot be encoded, else 0."""
-    keeps_no_sample = args.keep in (None, clip.POSTERIOR, clip.MEAN)  # None is the default, the posterior
     on_ray = args.ray is not None
-    faults.refuse(
-        (args.seed is not None and keeps_no_sample, "--seed draws samples: add --keep sample, or both"),
-        *ray_faults(args),
-        (args.workers and on_ray, "Ray reads the clips itself: leave out --workers"),
-    )
-    check_output_directory(args.output)
     clips = sources.clips(args.video, common.say)
     with devices.share_of_this_process(args) as share:  # checks the options
         common.take_bundled_model(args)
         config = common.config_of(
             args,
             args.fps,
-            buckets=tuple(map(clip.Bucket.parse, args.buckets.split(","))) if args.buckets else (),
+            buckets=tuple(clip.Bucket(*size) for size in args.buckets or ()),
             windows=args.windows,
             min_size=args.min_size,
             keep=args.keep or clip.POSTERIOR,
@@ -93,10 +57,6 @@ def decode(args: argparse.Namespace) -> int:
 
     The model is that of `--model`, or else the one that the first clip's latents name.
     """
-    check_output_directory(args.output)
-    if args.model:
-        # Called for its error if there is no such model: the output directory is not made yet.
-        models.local(args.model)
     files = sources.shards(Path(args.latents), common.say)
     with devices.share_of_this_process(args) as share:
         directory = VideoDirectory(args.output, files, args.fps, share, retry=args.retry_failed)
@@ -166,7 +126,7 @@ def print_report(
     args: argparse.Namespace, report: dict[str, Any], directory: OutputDirectory, unit: str = "clip"
 ) -> int:
     """Print the report, and a line about bad units; return the exit code, 1 if there are any."""
-    common.print_report(report, args.json)
+    reports.print_report(report, args.json)
     if not directory.bad:
         return 0
     ids = list(directory.bad)

@@ -1,11 +1,10 @@
-"""Code that commands share: it loads models, reads and encodes clips, decodes latents, and prints reports.
+"""Code that commands share: it loads models, encodes clips, decodes latents, and prints.
 
 A *unit*, an `EncodeClip` or a `DecodeClip`, holds a model and its settings.
 """
 
 import argparse
 import functools
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -18,8 +17,7 @@ from tqdm.auto import tqdm
 
 from cogvideox_torchax import backends, runtime
 from cogvideox_torchax.cli.devices import Fetch
-from cogvideox_torchax.cli.options import DTYPES
-from cogvideox_torchax.dataset import formats
+from cogvideox_torchax.cli.options import DTYPES, SPATIAL_SCALE
 from cogvideox_torchax.dataset.clip import (
     MEAN,
     SAMPLE,
@@ -30,7 +28,7 @@ from cogvideox_torchax.dataset.clip import (
     EncodeClip,
     select_part,
 )
-from cogvideox_torchax.files import video
+from cogvideox_torchax.files import reports, video
 from cogvideox_torchax.files.latents import Latents
 from cogvideox_torchax.runtime.clock import CompileClock
 
@@ -45,29 +43,9 @@ TINY_WORDS = frozenset(
 """The shapes and the colors of the prompts that the bundled pipeline was trained on."""
 LENGTHS_THAT_STAY = "the model returns as many as it took only for 8 k or 8 k + 1 of them"
 """The end of a message about a number of frames that encoding and decoding change."""
-SPATIAL_SCALE = 8
-"""Pixels to a latent pixel along a side, in every published CogVideoX: known before a model is loaded."""
 
 Item = TypeVar("Item")
 Unit = TypeVar("Unit", EncodeClip, DecodeClip)
-
-
-def check_input(path: str) -> None:
-    """Raise `ValueError` for an input that does not exist, or an empty name, which `Path` takes for "."."""
-    if not path:
-        raise ValueError('got an empty name: give a file or a directory, "." for the current one')
-    if not Path(path).exists():
-        raise ValueError(f"there is no file or directory {path}")
-
-
-def check_video(path: str, output: str | None = None) -> None:
-    """Raise `ValueError` for a video that does not exist, that holds latents, or that is the output."""
-    check_input(path)
-    is_latents = Path(path).suffix in formats.SUFFIXES.values()  # of latent files, and of shards of them
-    if is_latents and Path(path).is_file():
-        raise ValueError(f"{path} holds latents: decode it, or give a video")
-    if output and Path(output).exists() and Path(path).samefile(output):
-        raise ValueError(f"cannot write {output}: it is the input; name another file")
 
 
 def take_bundled_model(args: argparse.Namespace) -> None:
@@ -83,14 +61,26 @@ def take_bundled_pipeline(args: argparse.Namespace) -> None:
         args.model = str(TINY_PIPELINE)
         say(f"no --model is given: taking the small bundled pipeline {args.model} (docs/tiny-pipeline.md)")
         vars(args).update({k: v for k, v in TINY_SAMPLING.items() if getattr(args, k) is None})
-        hint_at_words(args.prompt or TINY_PROMPT)
 
 
-def hint_at_words(prompt: str) -> None:
-    """Print a line if a prompt has no shape and no color that the bundled pipeline knows."""
-    if not TINY_WORDS & set(re.findall(r"\w+", prompt.lower())):
+def unknown_words(model: str | Path, prompt: str) -> str:
+    """Return the words of a prompt that the bundled pipeline does not know; "" for another model."""
+    if Path(model).expanduser().resolve() != TINY_PIPELINE.resolve():
+        return ""
+    # Its tokenizer was made with a piece for each word of the prompts that it was trained on.
+    pieces = reports.parse((TINY_PIPELINE / "tokenizer" / "tokenizer.json").read_bytes())["model"]["vocab"]
+    words, known = re.findall(r"\w+", prompt), {piece for piece, _ in pieces}
+    is_scene = len(TINY_WORDS & {*words}) == 3  # a color, a shape and the background's color
+    unknown = ", ".join(word for word in words if f"\u2581{word}" not in known)
+    return unknown or ("" if is_scene else "such a scene")
+
+
+def hint_at_words(model: str | Path, *prompts: str) -> None:
+    """Print a line if the bundled pipeline is the model, and prompts have words that it does not know."""
+    unknown = {unknown_words(model, prompt): None for prompt in prompts}
+    if shown := [*filter(None, unknown)][:5]:
         say(
-            f"the bundled pipeline knows no word of this prompt, so its video will show something else; it "
+            f"the bundled pipeline does not know {', '.join(shown)}: its video will show something else; it "
             f"knows prompts such as: {TINY_PROMPT} (docs/tiny-pipeline.md has all words)"
         )
 
@@ -126,7 +116,6 @@ def config_of(args: argparse.Namespace, fps: Fraction | None = None, **options: 
     # A command may lack some of these options: then the field keeps its default.
     names = ("model", "backend", "dtype", "tiling", "dp", "tp", "frames", "height", "width", "crop")
     fields = {name: getattr(args, name) for name in names if hasattr(args, name)} | options
-    parse_dtype(fields["dtype"])  # raises for an unknown name
     return ClipConfig(**fields, fps=None if fps is None else str(fps))
 
 
@@ -136,7 +125,6 @@ def open_clip(args: argparse.Namespace, at_most: int | None = None, fps: Fractio
     The part is the first `--frames` frames; without that option at most the first `at_most`, or all for None.
     `fps` is the rate at which frames are taken; None for the video's own.
     """
-    check_video(args.video, args.output)
     count = args.frames  # None for all frames
     if not count and at_most:
         # A part that is longer than the video would be an error. The file's frames are counted here, of which
@@ -182,18 +170,6 @@ def progress(
     yield from tqdm(items, total=total, desc=name, unit=unit, disable=args.quiet, leave=False)
 
 
-def print_report(report: dict[str, Any], as_json: bool = False) -> None:
-    width = max(len(key) for key in report)
-    rows = (f"  {key.replace('_', ' '):<{width}}  {_shown(value)}" for key, value in report.items())
-    print(json.dumps(report) if as_json else "\n".join(rows))
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 0.01 else f"{value:.2f}"
-    return str(value)
-
-
 def print_results(args: argparse.Namespace, clock: CompileClock, results: dict[str, Any]) -> None:
     """Print the report of a command that has written `args.output`, with the device and the times."""
     report = {
@@ -204,7 +180,7 @@ def print_results(args: argparse.Namespace, clock: CompileClock, results: dict[s
         "compile_s": clock.seconds,  # of tracing and compiling
         "total_s": clock.elapsed,
     }
-    print_report(report, args.json)
+    reports.print_report(report, args.json)
 
 
 def announcing_clock(args: argparse.Namespace) -> CompileClock:

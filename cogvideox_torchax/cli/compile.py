@@ -10,44 +10,17 @@ from typing import Any
 
 import torch
 
-from cogvideox_torchax import backends, runtime
-from cogvideox_torchax.cli import common, devices, generate, options
+from cogvideox_torchax import runtime
+from cogvideox_torchax.cli import common, devices, generate
+from cogvideox_torchax.files import reports
 from cogvideox_torchax.runtime.clock import CompileClock
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
-from cogvideox_torchax.vae.sizes import parse_size
-
-COMMAND = options.Command(
-    "compile the VAE's or a pipeline's programs for given sizes, before the first request",
-    "49x480x720 81x768x1360 --model zai-org/CogVideoX-5b --dtype bfloat16",
-    (
-        options.Option(
-            "sizes",
-            nargs="+",
-            type=options.argument(
-                functools.partial(parse_size, what="a video", frames=True, multiple=common.SPATIAL_SCALE)
-            ),
-            metavar="FRAMESxHEIGHTxWIDTH",
-            help="of the videos",
-        ),
-        options.Option(
-            "--pipeline",
-            action="store_true",
-            help="compile what generate needs for a prompt: --model is a text-to-video pipeline",
-        ),
-        *options.model_options(),
-        *options.MESH,
-    ),
-)
 
 
 def run(args: argparse.Namespace) -> None:
     """Compile the programs that encode and decode each size into JAX's cache, and report the seconds."""
     import jax
 
-    if not backends.backend(args.backend).on_jax:
-        raise ValueError(f"--backend {args.backend} has no compile cache: take torchax or flax")
-    if args.pipeline and args.backend != "torchax":
-        raise ValueError(f"--pipeline goes with --backend torchax alone, and not with {args.backend}")
     runtime.configure_compile_cache()
     cache = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     if not cache:
@@ -70,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
     report = {"device": common.device_name(args.backend), "compile_cache": cache}
     # The printed table has a row for each program; the JSON has a list of them.
     rows = {f"{each['kind']} {each['size']}, s": each["compile_s"] for each in programs}
-    common.print_report(report | ({"programs": programs} if args.json else rows), args.json)
+    reports.print_report(report | ({"programs": programs} if args.json else rows), args.json)
 
 
 def _generate(args: argparse.Namespace, frames: int, height: int, width: int) -> None:

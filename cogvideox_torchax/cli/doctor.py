@@ -5,8 +5,7 @@ import platform
 from typing import Any
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.cli import common, options
-from cogvideox_torchax.runtime.environment import import_torchax
+from cogvideox_torchax.files import reports
 from cogvideox_torchax.versions import installed, untested
 
 CORE = ("torch", "torchax", "jax", "jaxlib", "diffusers", "safetensors", "huggingface_hub", "numpy", "tqdm")
@@ -20,12 +19,10 @@ OPTIONAL = {
     "pyarrow": ("data", "data sets in Parquet"),
     "ray": ("ray", "encoding data sets on Ray"),
     "fastapi": ("web", "the example that streams into a browser"),
-    "libtpu": ("tpu", "running on a TPU, and `plan` for one"),
+    "libtpu": ("tpu", "running on a TPU"),
 }
 """By package: the extra of this project that installs it, and its purpose."""
 INSTALL = "in the checkout pip install -c constraints.txt -e"
-
-COMMAND = options.Command("show versions and devices, and what is missing", "", (options.JSON,))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
     advice += untested()  # a line for each package whose version the tests have not passed with
     report: dict[str, Any] = {"python": platform.python_version(), **core, **optional, "torchax works": "yes"}
     try:
+        from cogvideox_torchax.runtime.device import import_torchax  # it imports JAX
+
         import_torchax()
     except Exception as error:
         report["torchax works"] = "no"
@@ -49,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     report |= {"devices": _devices(), "compile cache": _compile_cache()}
     if report["devices"].startswith(("tpu", "gpu")):
         advice.append("measure this device: python -m benchmarks device -o out/device, in a checkout")
-    common.print_report(report | ({"advice": advice} if args.json else {}), args.json)
+    reports.print_report(report | ({"advice": advice} if args.json else {}), args.json)
     if not args.json and advice:
         print("\n" + "\n".join(f"  - {line}" for line in advice))
     return 0 if report["torchax works"] == "yes" else 1

@@ -2,49 +2,15 @@
 
 import argparse
 
-from cogvideox_torchax.cli import batch, common, devices, options
-from cogvideox_torchax.dataset import sources
-from cogvideox_torchax.files import latents, whole
+from cogvideox_torchax.cli import batch, common, devices
+from cogvideox_torchax.files import kinds, latents
 from cogvideox_torchax.vae.directions import DECODE
-
-COMMAND = options.Command(
-    "encode a video, or a directory of them, to latents",
-    "clip.mp4 -o clip.safetensors --model zai-org/CogVideoX-5b --dtype bfloat16",
-    (
-        options.Option(
-            "video",
-            help="any video that FFmpeg reads; or many: a directory of them, or a list, in .txt a path a "
-            "line, in .jsonl objects with path, caption and so on",
-        ),
-        options.output(
-            "the .safetensors file to write; of many, the directory, where what is done already is skipped",
-            required=True,
-        ),
-        *options.model_options(),
-        *options.clip_options(),
-        options.TAKEN_FPS,
-        options.SEED,
-        options.TILING,
-        *options.ENCODE_MANY,
-        *options.PROCESSES,
-        options.PROFILE,
-    ),
-    {"--size": "pass --height and --width"},
-)
 
 
 def run(args: argparse.Namespace) -> int:
     """Encode a video to a latent file, or many videos with `batch`; return the exit code."""
-    common.check_video(args.video)
-    if sources.is_many(args.video):
+    if kinds.is_many(args.video):
         return batch.encode(args)
-    batch.check_one(args)  # raises for options that only many clips have
-    if not args.output.endswith(".safetensors"):
-        raise ValueError(
-            f"cannot write {args.output}: latents of one clip go into a .safetensors file; "
-            "many clips are a directory, or a list in .txt or .jsonl"
-        )
-    whole.check_file(args.output)
     clip = common.open_clip(args, fps=args.fps)
     if clip.info.variable and not args.fps:
         common.say("the frame rate varies, and every frame is taken: pass --fps for frames at even times")

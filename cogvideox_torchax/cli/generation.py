@@ -37,7 +37,7 @@ from cogvideox_torchax.pipelines.description import (
     check_inputs,
     check_size,
 )
-from cogvideox_torchax.runtime import host_array, to_torch, without_torchax
+from cogvideox_torchax.runtime import host_array, to_torch
 from cogvideox_torchax.vae import memory
 from cogvideox_torchax.versions import TESTED, versions
 
@@ -81,9 +81,7 @@ def request_of(args: argparse.Namespace, model: Model) -> Request:
     """Return the request of a command line's options, completed by defaults; "" is that of the prompt."""
     defaults = {"prompt": "", **dict(zip(("frames", "height", "width"), model.size, strict=True))}
     given = {each.name: getattr(args, each.name) for each in fields(Request)}
-    request = Request(**defaults | {name: value for name, value in given.items() if value is not None})
-    common.parse_dtype(request.dtype)  # for its error
-    return request
+    return Request(**defaults | {name: value for name, value in given.items() if value is not None})
 
 
 def check(request: Request, model: Model) -> None:
@@ -96,9 +94,6 @@ def check(request: Request, model: Model) -> None:
     check_inputs(model, image=request.image is not None, clip=request.video is not None)
     check_size(model, request.frames, request.height, request.width)
     texts = {"--prompt": request.prompt, "--negative-prompt": request.negative_prompt}
-    limit = model.transformer["max_text_seq_length"]
-    tokenizer = _tokenizer(model.directory / "tokenizer")
-    counts = {name: len(tokenizer(text).input_ids) for name, text in texts.items()}
     steps, scale, strength = request.num_inference_steps, request.guidance_scale, request.strength
     faults.refuse(
         (not request.prompt.strip(), "got an empty prompt: say what to show"),
@@ -109,13 +104,8 @@ def check(request: Request, model: Model) -> None:
             )
             for name, text in texts.items()
         ),
-        *(  # the pipelines would cut it
-            (count > limit, f"got a {name} of {count} tokens: {model.name} takes {limit}; shorten it")
-            for name, count in counts.items()
-        ),
         (steps < 1, f"got --num-inference-steps {steps}: at least 1"),
         (not math.isfinite(scale), f"got --guidance-scale {scale}: give a number such as 6"),
-        (not 0 < strength <= 1, f"got --strength {strength}: more than 0, and at most 1"),
         (
             request.negative_prompt and scale <= 1,
             f"got --negative-prompt with --guidance-scale {scale}, which does not use it: leave it out, or "
@@ -123,6 +113,8 @@ def check(request: Request, model: Model) -> None:
         ),
         error=RequestError,
     )
+    for name, text in texts.items():
+        _check_length(name, text, model)
     if steps_of(request, model) < 1:
         raise RequestError(
             f"got --strength {strength} with --num-inference-steps {steps}: no step is left of {steps} x "
@@ -147,12 +139,21 @@ def steps_of(request: Request, model: Model) -> int:
     )
 
 
+def _check_length(name: str, text: str, model: Model) -> None:
+    """Raise `RequestError` if a prompt has more tokens than the model takes: the pipelines would cut it."""
+    count = len(_tokenizer(model.directory / "tokenizer")(text).input_ids)
+    limit = model.transformer["max_text_seq_length"]
+    if count > limit:
+        unknown = common.unknown_words(model.name, text)
+        advice = f"it does not know {unknown}" if unknown else "shorten it"
+        raise RequestError(f"got a {name} of {count} tokens: {model.name} takes {limit}; {advice}")
+
+
 @functools.lru_cache(1)  # many prompts are checked by one
 def _tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
-    # torchax is off while files are loaded: with it on, some of the `from_pretrained` methods fail.
-    return without_torchax(AutoTokenizer.from_pretrained, path)
+    return AutoTokenizer.from_pretrained(path)
 
 
 @contextlib.contextmanager
@@ -215,7 +216,7 @@ def _lora(name: str, model: Model) -> tuple[Path, str]:
         )
     digest = hashlib.sha256(repr(metadata).encode())  # such as a rank and an alpha
     for key, weight in sorted(weights.items()):
-        digest.update(key.encode() + without_torchax(host_array, weight).tobytes())
+        digest.update(key.encode() + host_array(weight).tobytes())
     return path, digest.hexdigest()
 
 

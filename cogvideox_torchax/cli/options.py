@@ -1,22 +1,23 @@
-"""Commands as tables of options, and the options that several commands take."""
+"""Commands as tables of options, and the options that several commands take; they need no torch."""
 
 import argparse
 import difflib
 import functools
-import itertools
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from cogvideox_torchax import backends
-from cogvideox_torchax.dataset import clip
-from cogvideox_torchax.files import video
+from cogvideox_torchax.files import kinds
+from cogvideox_torchax.vae.sizes import parse_size
 
+USER_ERROR = 2
+"""The exit code for wrong input."""
+
+SPATIAL_SCALE = 8
+"""Pixels to a latent pixel along a side, in every published CogVideoX: known before a model is loaded."""
 DTYPES = ("float32", "bfloat16", "float16")
-NEAR = 0.75
-"""Least ratio of common letters at which an option is suggested for a name that is unknown."""
 REPORT = "report"
 """The title of the group of options that help lists last."""
 ABSENT: dict[str, Any] = {
@@ -41,55 +42,16 @@ TRACEBACK = Option(
 )
 
 
-class CommandParser(argparse.ArgumentParser):
-    """A command's parser. It refuses an option that it does not know, and names the nearest one it has."""
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without argparse's usage before it."""
 
-    instead: Mapping[str, str] = MappingProxyType({})
-    """By the name of an option that the command lacks, and that a user may expect, what to do instead."""
+    def error(self, message: str) -> NoReturn:
+        self.exit(USER_ERROR, f"{self.prog}: {message}\n")
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """Parse the words of a command; an option may have underscores, as Python's arguments do.
 
-        Unknown words are an error here. argparse would return them to the root parser, which does not know
-        the command's options.
-        """
-        words = [*(sys.argv[1:] if args is None else args)]
-        # `_actions`, because argparse has no public list of a parser's options.
-        known = {flag for action in self._actions for flag in action.option_strings}
-        for i, word in enumerate(itertools.takewhile(lambda word: word != "--", words)):  # "--" ends options
-            name, *value = word.partition("=")  # "--name=value" as "--name" and ["=", "value"]
-            # A word with a space is a value, such as a prompt that begins with "--".
-            if name.startswith("--") and " " not in name and name not in known:
-                hyphenated = name.replace("_", "-")
-                if hyphenated not in known:
-                    self.error(f"there is no option {name}{self._advice(hyphenated, known)}")
-                words[i] = "".join((hyphenated, *value))
-        parsed, unknown = super().parse_known_args(words, namespace)
-        if unknown:
-            place = f"there is no place for {' '.join(unknown)}"
-            self.error(f"{place}: a value follows its option, a text with spaces needs quotes")
-        return parsed, []
-
-    def _advice(self, name: str, known: Iterable[str]) -> str:
-        """Return the end of the error about an unknown option `name`; "" if no option is near.
-
-        It says what to do instead, or names the nearest of the `known` options. The nearest shares the most
-        words with `name`; of several such options, the one with the highest ratio of common letters.
-        """
-
-        def likeness(option: str) -> tuple[int, float]:
-            """Return the number of common words, and the ratio of common letters."""
-            unknown, candidate = name.strip("-"), option.strip("-")
-            ratio = difflib.SequenceMatcher(None, unknown, candidate).ratio()
-            return len({*unknown.split("-")} & {*candidate.split("-")}), ratio
-
-        if name in self.instead:
-            return f": {self.instead[name]}"
-        nearest = max(known, key=likeness)
-        shared, ratio = likeness(nearest)
-        words = len(name.strip("-").split("-"))
-        is_near = 2 * shared > words or ratio > NEAR  # most of its words, or of its letters
-        return f": did you mean {nearest}?" if is_near else ""
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return the end of an error about an unknown word; "" if none of the known words is near."""
+    return "".join(f": did you mean {near}?" for near in difflib.get_close_matches(word, known, 1, 0.75))
 
 
 @dataclass(frozen=True)
@@ -100,13 +62,13 @@ class Command:
         summary: one line for its help.
         example: what follows the command's name in the example of its help.
         options: its options, in help's order within a group.
-        instead: by the name of an option that it lacks, and that a user may expect, what to do instead.
+        check: raises `ValueError` for options that are wrong; it needs no torch.
     """
 
     summary: str
     example: str
     options: tuple[Option, ...]
-    instead: Mapping[str, str] = field(default_factory=dict)
+    check: Callable[[argparse.Namespace], None] = lambda args: None
 
     def add_to(self, subparsers: Any, name: str) -> argparse.ArgumentParser:
         """Add the command's parser to argparse's `subparsers`, and return it."""
@@ -118,7 +80,6 @@ class Command:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,  # a prefix that means one option today may mean two tomorrow
         )
-        parser.instead = self.instead
         parser.set_defaults(**ABSENT)  # for code that reads options which this command does not take
         groups: dict[str | None, Any] = {None: parser}  # by title; each has argparse's `add_argument`
         # Help lists groups in the order in which they are made. The options of REPORT are sorted last.
@@ -157,18 +118,50 @@ def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return read_argument
 
 
-frame_rate = argument(video.frame_rate)
+frame_rate = argument(kinds.frame_rate)
+
+
+def share(text: str) -> float:
+    if not 0 < (value := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"got {text}: give more than 0, and at most 1")
+    return value
+
+
+def number(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise argparse.ArgumentTypeError(f"got {text}: give a number such as 6")
+    return value
+
+
+def size(what: str, **form: Any) -> Callable[[str], Any]:
+    """Return a function for argparse's `type` that reads a size by `parse_size`."""
+    return argument(functools.partial(parse_size, what=what, **form))
+
+
+def sizes(text: str) -> list[tuple[int, ...]]:
+    return [size("a size", frames=True)(each) for each in text.split(",")]
+
+
+def tiles(text: str) -> str:
+    """Return the text of a tile's size, or "auto"; the model's own scale is not known yet."""
+    if text != "auto":
+        size("tiles")(text)
+    return text
 
 
 def model_options(default: str = "the small bundled model") -> tuple[Option, ...]:
     """Return the options of a command that runs a model; `default` is help's name of the default model."""
     model = f"a CogVideoX VAE or a whole pipeline, as a directory or a hub id (default: {default})"
-    names, dtypes = backends.names("run"), ", ".join(DTYPES)
+    names = backends.names("run")
     return (
         Option("--model", group="model", metavar="DIR_OR_ID", help=model),
         Option("--backend", group="model", choices=names, default="torchax", help="default: torchax"),
         Option(
-            "--dtype", group="model", default="float32", help=f"of the weights: {dtypes} (default: float32)"
+            *("--dtype",),
+            group="model",
+            choices=DTYPES,
+            default="float32",
+            help="of the weights (default: float32)",
         ),
         JSON,
         QUIET,
@@ -220,6 +213,7 @@ TILING = Option(
     "--tiling",
     nargs="?",
     const="auto",
+    type=tiles,
     metavar="HEIGHTxWIDTH",
     help="work in tiles of this size in pixels; auto, or no size: in tiles where it does not fit into memory",
 )
@@ -283,10 +277,13 @@ DECODE_MANY = (
 )
 ENCODE_MANY = (
     _many(
-        "--keep", choices=clip.KEEP, help="mean and log-variance (default), the mean, a sample, or all three"
+        *("--keep",),
+        choices=("posterior", "mean", "sample", "both"),
+        help="mean and log-variance (default), the mean, a sample, or all three",
     ),
     _many(
         "--buckets",
+        type=sizes,
         metavar="SIZES",
         help="bring each clip to the nearest of these sizes, such as 49x480x720,49x720x480: frames, height, "
         "width; without, clips keep their own",

@@ -82,7 +82,8 @@ def preview_writer(vae: Any, path: str | Path, say: Callable[[str], None]) -> Ca
     """
     from PIL import Image
 
-    weights, explained = runtime.without_torchax(fit, runtime.host_skeleton(vae))
+    say("preview: fitting a map from latents to colors on the host: for CogVideoX-5b half a minute")
+    weights, explained = fit(runtime.host_skeleton(vae))
     say(f"preview: a linear map of latents that explains {explained:.0%} of colors")
 
     def show(latents: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
 """`generate --prompts`: a video `ID.mp4` and a record `ID.json` for each line of a file, in a directory.
 
-A run may be killed at any time, and the same command goes on: see `stages`.
+A run may be killed at any time, and the same command goes on: see `generation`.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.cli import batch, common, devices
+from cogvideox_torchax.cli.commands import SEEDS
 from cogvideox_torchax.cli.generation import Generator, Request, Stage, Video, check
 from cogvideox_torchax.dataset import loop, sources
 from cogvideox_torchax.dataset.directory import OutputDirectory, ProcessShard
@@ -25,8 +26,6 @@ FIELDS: dict[str, type] = {
     **{"seed": int, "steps": int, "num_inference_steps": int, "guidance_scale": float},
 }
 """Fields that a line of a .jsonl file may have, and their types."""
-SEEDS = 1000
-"""Seeds that belong to a line; also the most videos of one prompt."""
 COMMENT = ("#", "//", ";")
 """Beginnings of lines that are no prompts."""
 MARKED = re.compile(r"[-*•] .*|[0-9]+[.)] .*|(['\"“]).*['\"”]")
@@ -37,9 +36,7 @@ Line = tuple[int, dict[str, Any]]
 
 
 def read(path: Path) -> list[Line]:
-    """Return the lines of a file of prompts; `ValueError` for another file, or one without a prompt."""
-    if path.suffix.lower() not in sources.LISTS:
-        raise ValueError(f"got prompts in {path}: give a .txt file with one on each line, or a .jsonl file")
+    """Return the lines of a file of prompts; `ValueError` for one without a prompt."""
     lines = [
         (number, _fields(line, path)) for number, line in sources.lines(path) if not line.startswith(COMMENT)
     ]
@@ -69,6 +66,7 @@ def run(args: argparse.Namespace, generate: Generator, lines: list[Line]) -> int
     """Generate the videos that the output directory lacks; return 1 if some cannot be generated, else 0."""
     with devices.share_of_this_process(args) as share:
         directory = PromptDirectory(args, generate, lines, share)
+        common.hint_at_words(args.model, *(each.request.prompt for each in directory.missing.values()))
         with directory.locked():
             steps = directory.work() if directory.missing else iter(())
             report = batch.run_loop(args, steps, directory, unit="video")

@@ -8,26 +8,10 @@ from typing import Any
 
 import torch
 
-from cogvideox_torchax.cli import common, devices, options
+from cogvideox_torchax.cli import common, devices
 from cogvideox_torchax.dataset.clip import ClipPart, DecodeClip
 from cogvideox_torchax.files import latents, video
 from cogvideox_torchax.vae.directions import DECODE, ENCODE
-
-COMMAND = options.Command(
-    "encode a video and decode it again",
-    "clip.mp4 -o again.mp4 --frames 49 --crop",
-    (
-        options.Option("video", help="any video that FFmpeg reads"),
-        options.VIDEO_OUTPUT,
-        *options.model_options(),
-        *options.clip_options(),
-        options.SEED,
-        options.TILING,
-        *options.PROCESSES,
-        options.FPS,
-        options.PROFILE,
-    ),
-)
 
 
 def run(args: argparse.Namespace) -> None:

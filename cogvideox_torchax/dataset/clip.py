@@ -20,7 +20,7 @@ import torch
 
 from cogvideox_torchax import backends, runtime
 from cogvideox_torchax.dataset.names import ClipError
-from cogvideox_torchax.files import faults, latents as latent_files, video
+from cogvideox_torchax.files import faults, kinds, latents as latent_files, video
 from cogvideox_torchax.files.latents import Latents
 from cogvideox_torchax.vae import memory
 from cogvideox_torchax.vae.checkpoint import DTYPES
@@ -158,7 +158,7 @@ class ClipConfig:
                 "got windows of no length: give buckets or a number of frames",
             ),
             (
-                isinstance(self.fps, str) and video.frame_rate(self.fps) > FASTEST,
+                isinstance(self.fps, str) and kinds.frame_rate(self.fps) > FASTEST,
                 f"got {self.fps} frames a second: {FASTEST} are the most",
             ),
             error=ClipError,
@@ -265,7 +265,7 @@ def select_part(clip: Clip, config: "ClipConfig", scale: int) -> ClipPart:
     if config.min_size and min(info.height, info.width) < config.min_size:
         raise ClipError(f"{info.path} is {info.height} x {info.width}, at least {config.min_size} are wanted")
     # The frames of the file that show the clip at the wanted rate, or all frames.
-    indices = info.at_rate(video.frame_rate(config.fps)) if config.fps else range(info.num_frames)
+    indices = info.at_rate(kinds.frame_rate(config.fps)) if config.fps else range(info.num_frames)
     if config.buckets:
         if clip.height or clip.width:
             raise ClipError("it has a height or a width of its own: buckets have theirs")
@@ -369,8 +369,10 @@ class _ClipUnit:
         # A generator: `start` is called, and memory may run out, when the results are taken.
         results = memory.retry_tiled_on_oom(self.vae, size, start, say)
         total = len(direction.chunks(self.vae, frames))
+        tile = memory.tile_of(self.vae)
+        title = f"{direction} in tiles of {' x '.join(map(str, tile))}" if tile else direction
         # `_follow` wraps the results in a progress bar; it is None without one.
-        return self._follow(results, total, direction) if self._follow else results
+        return self._follow(results, total, title) if self._follow else results
 
 
 class EncodeClip(_ClipUnit):
@@ -447,7 +449,7 @@ class EncodeClip(_ClipUnit):
             tensor=tensors[latent_files.TENSOR],
             config=dict(vae.config),
             model=config.model,
-            fps=video.frame_rate(config.fps) if config.fps else part.info.fps,
+            fps=kinds.frame_rate(config.fps) if config.fps else part.info.fps,
             num_frames=part.num_frames,
             logvar=tensors.get(latent_files.LOGVAR),
             sample=tensors.get(latent_files.SAMPLE),
@@ -552,7 +554,7 @@ def model_sha256(vae: Any) -> str:
     digest = hashlib.sha256(json.dumps(shaping_fields, sort_keys=True).encode())
     for name, weight in sorted(vae.state_dict().items()):
         # With torchax on, torch's methods would turn plain tensors into JAX's arrays.
-        array = runtime.without_torchax(lambda tensor: runtime.host_array(runtime.to_torch(tensor)), weight)
+        array = (lambda tensor: runtime.host_array(runtime.to_torch(tensor)))(weight)
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()

@@ -18,13 +18,10 @@ import torch
 
 from cogvideox_torchax.files import latents as latent_files, reports
 from cogvideox_torchax.files.extras import needing
+from cogvideox_torchax.files.kinds import PARQUET, SAFETENSORS, SUFFIXES, WEBDATASET
 from cogvideox_torchax.files.latents import Latents, LatentsError
 from cogvideox_torchax.files.whole import whole_file
-from cogvideox_torchax.runtime import without_torchax
 
-SAFETENSORS, PARQUET, WEBDATASET = "safetensors", "parquet", "webdataset"
-SUFFIXES = {SAFETENSORS: ".safetensors", PARQUET: ".parquet", WEBDATASET: ".tar"}
-"""By format, the suffix of a shard's file."""
 COLUMNS = {
     latent_files.TENSOR: "vae_latent",
     latent_files.LOGVAR: "vae_logvar",
@@ -175,7 +172,7 @@ def _row_of_file(file: Path) -> dict[str, Any]:
         # Stored in float32, because NumPy has no bfloat16; `description` has the dtype. With torchax on,
         # torch's methods would turn plain tensors into JAX's arrays. The default argument binds this round's
         # `tensor`.
-        array = without_torchax(lambda tensor=tensor: tensor[0].float().contiguous().numpy())
+        array = (lambda tensor=tensor: tensor[0].float().contiguous().numpy())()
         row |= {
             f"{COLUMNS[name]}_bytes": array.tobytes(),
             f"{COLUMNS[name]}_shape": list(array.shape),
@@ -223,9 +220,7 @@ def _parquet_latents(path: Path, group: int, row_index: int, clip_id: Any) -> La
                 raise ValueError(f"its {column} has the shape {shape}")
             values = np.frombuffer(row[f"{column}_bytes"], np.float32).reshape(1, *shape)
             # A copy: PyTorch warns of a read-only view. The default argument binds this round's `values`.
-            tensors[tensor_name] = without_torchax(
-                lambda values=values: torch.from_numpy(values.copy()).to(dtype)
-            )
+            tensors[tensor_name] = (lambda values=values: torch.from_numpy(values.copy()).to(dtype))()
     return latent_files.from_fields(path, description["latents"], tensors)
 
 

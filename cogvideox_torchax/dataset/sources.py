@@ -15,17 +15,11 @@ from cogvideox_torchax.files.whole import WRITING
 DISCARDED = r"\._.*|\.Trash.*|\.ipynb_checkpoints|__MACOSX|\$RECYCLE\.BIN|#recycle|@eaDir"
 """Names of files and folders that a system keeps of those that were deleted, copied or edited."""
 HIDDEN = rf"\..*|{DISCARDED}"
-LISTS = (".txt", ".jsonl")
 FIELDS: dict[str, type] = {
     **dict.fromkeys(("path", "id", "caption"), str),
     **dict.fromkeys(("frames", "height", "width"), int),
 }
 """Fields that a line of a .jsonl list may have, and their types."""
-
-
-def is_many(path: str | Path) -> bool:
-    """Return whether a path names many clips: a directory, or a list in .txt or .jsonl."""
-    return Path(path).is_dir() or Path(path).suffix.lower() in LISTS
 
 
 def files_below(

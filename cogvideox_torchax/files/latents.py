@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load as deserialized
 
-from cogvideox_torchax.files import reports, tensors, video
-from cogvideox_torchax.runtime import without_torchax
+from cogvideox_torchax.files import kinds, reports, tensors
 
 KEY, FORMAT = "cogvideox-torchax", 2
 """The key of a file's metadata that holds the JSON object, and the version of its fields."""
@@ -172,7 +171,7 @@ def about(path: Path) -> dict[str, Any]:
 def loads(data: bytes, name: str | Path) -> Latents:
     """Return the latents of a latent file from its bytes; errors call the file `name`."""
     with tensors.readable(name, LatentsError):
-        file_tensors = without_torchax(deserialized, data)  # safetensors cannot load while torchax is on
+        file_tensors = deserialized(data)  # safetensors cannot load while torchax is on
     # The file begins with the length of its JSON header, in eight bytes; `deserialized` drops the metadata.
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return from_fields(name, _parsed(name, header.get("__metadata__", {})), file_tensors)
@@ -221,7 +220,7 @@ def _checked(path: str | Path, fields: Any) -> dict[str, Any]:
             shown = reprlib.repr(values[name]) if name in values else "missing"
             raise LatentsError(f"{path} is broken: its {name} is {shown}, {wanted} is wanted")
     arguments = {name: fields[name] for name in ("model", "config", "num_frames", "about")}
-    return {**arguments, "fps": video.frame_rate(fields["fps"])}
+    return {**arguments, "fps": kinds.frame_rate(fields["fps"])}
 
 
 def _parsed(path: str | Path, metadata: dict[str, str]) -> Any:
@@ -239,7 +238,7 @@ def _is_number(value: Any) -> bool:
 
 def _is_rate(value: Any) -> bool:
     try:
-        return isinstance(value, str) and video.frame_rate(value) > 0
+        return isinstance(value, str) and kinds.frame_rate(value) > 0
     except ValueError:
         return False
 

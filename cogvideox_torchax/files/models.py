@@ -118,9 +118,7 @@ def saved_from_host(save_pretrained: Callable[..., None]) -> Callable[..., None]
             )
         directory = Path(save_directory)
         old_times = {file: file.stat().st_mtime_ns for file in directory.glob("*.safetensors")}
-        runtime.without_torchax(
-            save_pretrained, runtime.host_skeleton(model), save_directory, *args, **options
-        )
+        save_pretrained(runtime.host_skeleton(model), save_directory, *args, **options)
         config = directory / "config.json"
         for file in directory.glob("*.safetensors") if config.exists() else ():
             if file.stat().st_mtime_ns != old_times.get(file):  # written by this call

@@ -37,7 +37,7 @@ def save_video(frames: Any, path: str | Path, fps: Fraction | float) -> None:
     if not isinstance(fps, Real):
         raise VideoError(f"got fps={fps!r}: give the number of frames a second, such as 8")
     # A `Fraction` can be made of Python's numbers, and of no NumPy scalar.
-    runtime.without_torchax(_save, frames, path, fps if isinstance(fps, Fraction) else float(fps))
+    _save(frames, path, fps if isinstance(fps, Fraction) else float(fps))
 
 
 def _save(frames: Any, path: str | Path, fps: Fraction | float) -> None:

@@ -9,14 +9,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 
 from cogvideox_torchax.files.whole import whole_file
-from cogvideox_torchax.runtime import to_torch, without_torchax
+from cogvideox_torchax.runtime import to_torch
 
 
 def serialized(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
     """Return the bytes of a safetensors file of tensors, which may be on JAX, and metadata."""
-    # safetensors takes contiguous PyTorch tensors, and goes wrong while torchax is on.
+    # safetensors takes contiguous PyTorch tensors.
     plain = {name: to_torch(tensor).contiguous() for name, tensor in tensors.items()}
-    return without_torchax(to_bytes, plain, metadata=metadata)
+    return to_bytes(plain, metadata=metadata)
 
 
 def save(tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: dict[str, str]) -> None:
@@ -34,16 +34,11 @@ def load(
 
     Only tensors whose names begin with `prefix` are read, and are returned without the prefix.
     """
-
     # The file is opened once: if another process replaces it, metadata and tensors are of one version.
-    def read() -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-        with safe_open(path, framework="pt") as file:
-            # `file` is no dict, and can only be iterated over by `keys`.
-            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
-            return file.metadata() or {}, {n.removeprefix(prefix): file.get_tensor(n) for n in names}
-
-    with readable(path, refused):
-        return without_torchax(read)  # safetensors cannot load while torchax is on
+    with readable(path, refused), safe_open(path, framework="pt") as file:
+        # `file` is no dict, and can only be iterated over by `keys`.
+        names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+        return file.metadata() or {}, {n.removeprefix(prefix): file.get_tensor(n) for n in names}
 
 
 def metadata(path: str | Path, refused: type[ValueError]) -> dict[str, str]:

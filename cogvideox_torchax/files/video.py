@@ -51,8 +51,6 @@ DURATION_IN_HEADER = ("flv", "matroska,webm", "mxf")
 # By its number in ITU-T H.273: the transfer function of a video of high dynamic range.
 HDR = {16: "PQ", 18: "HLG"}
 
-RATE = re.compile(r"[0-9]{1,10}(\.[0-9]{1,10})?(/[0-9]{1,10})?")
-"""A frame rate as text. Exponents are not allowed: a short one makes a number that fills memory."""
 LONGEST = 600
 """Most seconds that a frame may last: .gif and .mp4 cannot store many more."""
 LARGEST = 16_384
@@ -131,19 +129,6 @@ class VideoInfo:
         count = math.floor((times[-1] + 1 / self.fps / 2) * fps) + 1
         # The number of borders before a time is the index of the frame that is nearest to it.
         return [bisect.bisect_left(borders, index / fps) for index in range(count)]
-
-
-def frame_rate(text: str) -> Fraction:
-    """Return the frames a second that a text such as "29.97" or "30000/1001" names.
-
-    `ValueError` if it is no number above 0, or if its fraction does not fit FFmpeg's 32-bit integers.
-    """
-    with contextlib.suppress(ValueError, ZeroDivisionError):
-        if RATE.fullmatch(text):
-            rate = Fraction(text)
-            if 0 < rate.numerator < 2**31 and rate.denominator < 2**31:
-                return rate
-    raise ValueError(f"{text[:40]} is no frame rate: give a number above 0, 8 or 30000/1001")
 
 
 def is_video(path: Path) -> bool:

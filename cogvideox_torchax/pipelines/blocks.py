@@ -182,7 +182,7 @@ class Block(CogVideoXBlock):
         ):
             linear: Any = projection_gelu.proj
             hidden = torch_view(jax_kernels.linear_gelu)(
-                normed_NSC, linear.weight, linear.bias, scale=linear.scale, dynamic=linear.dynamic
+                normed_NSC, linear.matrix, linear.bias, scale=linear.scale, dynamic=linear.dynamic
             )
         else:
             hidden = projection_gelu(normed_NSC)
@@ -252,7 +252,7 @@ class LastProjection:
             jax_kernels.gated_linear, dynamic=linear.dynamic, transposed=self.transposed
         )
         return torch_view(fused)(
-            self.input, linear.weight, linear.bias, x_NSC, gate_N2C, first_patch, scale=linear.scale
+            self.input, linear.matrix, linear.bias, x_NSC, gate_N2C, first_patch, scale=linear.scale
         )
 
 
@@ -280,7 +280,7 @@ def projections(attn: Any, normed_SC: torch.Tensor, sequence: Sequence) -> Itera
     for linear in (attn.to_q, attn.to_k, attn.to_v):
         if supports_fused(linear, sequence):
             yield split_linear(
-                normed_SC, linear.weight, linear.bias, scale=linear.scale, dynamic=linear.dynamic
+                normed_SC, linear.matrix, linear.bias, scale=linear.scale, dynamic=linear.dynamic
             )
         else:
             yield split_channels(linear(normed_SC))

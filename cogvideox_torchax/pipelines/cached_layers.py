@@ -122,7 +122,7 @@ class BlockStack(nn.Module):
         reuses = self.form.reuses
         if reuses is None:  # the device decides, in each step, and one program has both functions
             y, next_head, next_tail = torch_view(jax.lax.cond)(is_similar, reuse, compute)
-        else:  # the command `plan` compiles a program for each of the two functions
+        else:  # a plan compiles a program for each of the two functions
             y, next_head, next_tail = reuse() if reuses else compute()
         self.next_arrays = {"head": next_head, "tail": next_tail}
         self.host_scalar = ~is_similar  # whether the step ran all blocks

@@ -144,7 +144,7 @@ class StepCache:
         # The state is put back after the step. If the step fails, it is gone, and the next step begins a run.
         state = states.pop(name, None) or self._new_state(name)
         # Without torchax, as the hooks compute with plain tensors on the host.
-        step_form, numbers = runtime.without_torchax(self._plan_step, state, model, tensors)
+        step_form, numbers = self._plan_step(state, model, tensors)
         network = make_network(step_form)
         program = model.program_of(network)  # all steps of this form have one program
         # Both are moved to the program's devices, unless they are there already.
@@ -171,7 +171,7 @@ class StepCache:
     def _new_state(self, name: str | None) -> RunState:
         """Begin a run in the context `name`, and return its state; `self.computed` now reports this run."""
         hooks = {each.module: each.hook for each in self.hooks}  # by the module's name
-        state = RunState(runtime.without_torchax(copy.deepcopy, hooks))
+        state = RunState(copy.deepcopy(hooks))
         for hook in state.hooks.values():
             hook.reset_state(None)  # the argument is the hooked module, which no cache's hook reads
             upstream.set_context(hook, name)
@@ -237,7 +237,7 @@ class MagSteps(StepCache):
         """In a calibration, have the last block's hook record `host_scalar`, the step's ratio."""
         *_, last_hook = state.hooks.values()
         if last_hook.config.calibrate:
-            runtime.without_torchax(upstream.record_ratio, last_hook, host_scalar)
+            upstream.record_ratio(last_hook, host_scalar)
 
 
 class BroadcastSteps(StepCache):

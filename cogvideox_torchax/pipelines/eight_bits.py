@@ -81,7 +81,7 @@ def take_bits(network: nn.Module) -> None:
         vars(layer).pop("extra_repr", None)  # torchao's, which would count as a change
         layer.__class__ = Linear
         as_linear: Any = layer
-        as_linear.hold(data, scale, None if data.dtype == torch.int8 else compute_dtype, quant_type)
+        as_linear.hold(data, scale, compute_dtype, quant_type)
     upstream.take_casting(network)
     runtime.forget_programs(network)
 
@@ -121,13 +121,13 @@ def quantize(network: nn.Module, weights: Weights) -> None:
     Weights on "meta" are replaced by such of the new shapes and dtypes, for `as_int8` to feed.
     """
     for name, layer in _layers(network):
-        if layer.scale is None and layer.compute_dtype is None:
+        if layer.compute_dtype is None:
             if layer.weight.is_meta:
                 int8, scale = layer.weight.to(torch.int8), layer.weight.new_empty(len(layer.weight)).float()
             else:
                 int8, scale = map(runtime.plain_tensor, to_int8(np.asarray(runtime.as_array(layer.weight))))
-            layer.hold(int8, scale)
-        is_int8 = layer.scale is not None and layer.compute_dtype is None
+            layer.hold(int8, scale, layer.weight.dtype)
+        is_int8 = layer.bits.dtype == torch.int8
         layer.dynamic = weights == "int8-dynamic" and is_int8 and re.search(DYNAMIC, name) is not None
     runtime.forget_programs(network)
 
@@ -136,9 +136,11 @@ def as_int8(
     network: nn.Module, tensors: Iterable[tuple[str, np.ndarray]]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield each (name, array), a weight that a network has in int8 as such and then its scale."""
-    names = {f"{name}.weight" for name, layer in _layers(network) if layer.scale is not None}
+    layers = {f"{name}.weight": layer for name, layer in _layers(network) if layer.scale is not None}
     for name, array in tensors:
-        if name in names:
+        if name in layers:
+            # T5's `wo`, which overflows in float16, is in float32 then.
+            layers[name].compute_dtype = getattr(torch, array.dtype.name)
             array, scale = to_int8(array)
             yield f"{name}_scale", scale
         yield name, array

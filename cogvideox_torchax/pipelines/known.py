@@ -21,6 +21,7 @@ from cogvideox_torchax.pipelines.networks import CompiledNetwork, KnownNetwork, 
 from cogvideox_torchax.pipelines.text_encoder import T5EncoderModel
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
 from cogvideox_torchax.runtime.models import class_of, save_as_stock
+from cogvideox_torchax.runtime.weights import tie_weights
 
 KNOWN: dict[type[nn.Module], type[KnownNetwork]] = {
     DiffusersTransformer: CogVideoXTransformer3DModel,
@@ -68,12 +69,10 @@ def port_network(network: Any) -> Any:
 
     On a ported network this ports the layers that were added since.
     """
+    if hasattr(network, "tie_weights") and not isinstance(network, CompiledNetwork):
+        tie_weights(network)
     port_layers(network)
     network.__class__ = ported_class(type(network))
     upstream.register_block(Block)  # diffusers' caches take only classes of blocks that are registered
     save_as_stock(network)  # a saved pipeline then names the original class, and loads without this package
-    if hasattr(network, "tie_weights"):
-        # T5's token embedding is one weight under two names. It becomes two tensors if weights are loaded by
-        # name, or if torch's own `to` has moved the network to torchax before `port`.
-        network.tie_weights()
     return network

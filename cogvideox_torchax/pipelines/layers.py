@@ -8,7 +8,6 @@ Axis letters: N videos, S positions of a sequence (text first, then patches), C 
 of a head.
 """
 
-import copy
 from collections.abc import Callable, MutableMapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,11 +41,11 @@ class Linear(nn.Linear):
     """A linear layer that is rounded once, after the bias is added (`jax_kernels.linear`).
 
     It may keep its weight in fewer bits (`hold`). The buffer `weight_scale`, if there is one, then has a
-    factor for each output channel. The parameter, and the state dict, have the bits, and the attribute
-    `weight` is the matrix that they stand for, without the factors.
+    factor for each output channel. The parameter, and the state dict, have the bits. Who reads the attribute
+    `weight` gets the values that they stand for, written out at each read: a write into them is refused.
 
     Attributes:
-        compute_dtype: the dtype in which `weight` is written out; None if it is the parameter itself.
+        compute_dtype: the dtype in which bits are written out; None if the weight has none.
         quant_type: GGUF's number for the format of a parameter that is bytes; None for one of numbers.
         dynamic: whether the input is rounded to int8 too, with a scale for each token; the weight is int8.
     """
@@ -66,11 +65,26 @@ class Linear(nn.Linear):
         """The factors (O) of the weight; None if it has none."""
         return self._buffers.get("weight_scale")
 
+    @property
+    def bits(self) -> Any:
+        """The parameter itself."""
+        return self._parameters["weight"]
+
+    @property
+    def matrix(self) -> Any:
+        """The weight without its factors, as kernels take it: in int8, or in floats."""
+        is_whole = self.compute_dtype is None or self.bits.dtype == torch.int8
+        return self.bits if is_whole else self._written_out(self.bits)
+
+    def _written_out(self, bits: torch.Tensor) -> torch.Tensor:
+        values = bits if self.quant_type is None else upstream.from_gguf(bits, self.quant_type)
+        return values.to(self.compute_dtype)
+
     def hold(
         self,
         weight: torch.Tensor,
-        scale: torch.Tensor | None = None,
-        compute_dtype: torch.dtype | None = None,
+        scale: torch.Tensor | None,
+        compute_dtype: torch.dtype,
         quant_type: int | None = None,
     ) -> None:
         """Keep a weight (O, I) of any dtype, or GGUF's bytes (O, bytes), and its scale (O) in float32."""
@@ -79,12 +93,20 @@ class Linear(nn.Linear):
         self.compute_dtype, self.quant_type = compute_dtype, quant_type
 
     def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
+        value: Any = super().__getattr__(name)
         if name != "weight" or self.compute_dtype is None:
             return value
-        if self.quant_type is not None:
-            value = upstream.from_gguf(value, self.quant_type)
-        return value.to(self.compute_dtype)
+        values = self._written_out(value)
+        if self.scale is not None:
+            values = (values.float() * self.scale[:, None]).to(self.compute_dtype)
+        return runtime.read_only(values.detach())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and self.compute_dtype and value.dtype != self.bits.dtype:
+            # It is no such bits, and has all of its values.
+            self.compute_dtype, self.quant_type, self.dynamic = None, None, False
+            self._buffers.pop("weight_scale", None)
+        super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         scale, tensors, dtype = self.scale, self._parameters, self.compute_dtype
@@ -103,18 +125,12 @@ class Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not runs_kernel(self, input):
-            if self.scale is None:
-                return super().forward(input)
-            written_out = copy.copy(self)  # the inherited method reads a weight of the input's dtype
-            weight = (self.weight.float() * self.scale[:, None]).to(input.dtype)
-            vars(written_out)["_parameters"] = {"weight": weight, "bias": self.bias}
-            written_out.compute_dtype = None
-            return nn.Linear.forward(written_out, _InEightBits.apply(input) if self.dynamic else input)
+            return super().forward(_InEightBits.apply(input) if self.dynamic else input)
         # If the product is a sum over devices, each device rounds its summand before the all-reduce. In
         # bfloat16 this halves the bytes that it sends.
         return torch_view(jax_kernels.linear)(
             input,
-            self.weight,
+            self.matrix,
             self.bias,
             scale=self.scale,
             dynamic=self.dynamic,
@@ -233,7 +249,7 @@ class PatchEmbed(CogVideoXPatchEmbed):
         last_key, table = _TABLES.get(self, (None, None))
         if last_key != key:
             # Computed without torchax, as JAX has no float64 by default.
-            table = runtime.to_jax(runtime.without_torchax(upstream.positions, self, *size))
+            table = runtime.to_jax(upstream.positions(self, *size))
             _TABLES[self] = key, table
         return table
 

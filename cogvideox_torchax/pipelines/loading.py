@@ -23,6 +23,7 @@ from cogvideox_torchax.files.models import INDEX, ModelError, local, not_on_hub,
 from cogvideox_torchax.pipelines.eight_bits import Weights, as_int8, check_weights, quantize
 from cogvideox_torchax.pipelines.known import port_network
 from cogvideox_torchax.pipelines.port import PIPELINES, offload_models, port_pipeline
+from cogvideox_torchax.runtime.weights import tie_weights
 from cogvideox_torchax.sharding import Parallel, check_mesh, check_one_slice
 from cogvideox_torchax.vae.checkpoint import (
     WEIGHTS_STEM,
@@ -169,10 +170,8 @@ def load_pipeline(
     for part, network in networks.items():
         _load_weights(network, directory / part, part, dtypes[part], variants.get(part))
     # `dtype_option` is the name of the argument for the dtype, which depends on diffusers' version.
-    pipe = runtime.without_torchax(
-        loaded_class.from_pretrained,
-        directory,
-        **{upstream.dtype_option(): dtypes, "variant": variant, **diffusers_options, **networks},
+    pipe = loaded_class.from_pretrained(
+        directory, **{upstream.dtype_option(): dtypes, "variant": variant, **diffusers_options, **networks}
     )
     port_pipeline(pipe, mesh, parallel, weights, offload=offload)
     return pipe
@@ -225,7 +224,8 @@ def _load_weights(network: Any, directory: Path, part: str, dtype: torch.dtype, 
     # Each weight goes to its devices, by `put_weight`, before the next one is read. `missing` are the names
     # of weights that no file has, `unexpected` the names of tensors in the files that are no weights.
     missing, unexpected = runtime.feed_weights(network, tensors, network.put_weight)
-    port_network(network)  # ties shared weights again: the files may have one of a weight's two names
+    if part == "text_encoder":
+        tie_weights(network)  # T5's token embedding has two names, of which the files may have one
     # A weight under two names is not missing if a file has it under one of them: then it has left "meta".
     still_on_meta = {name for name, weight in network.named_parameters() if weight.is_meta}
     check_loading_info({"missing_keys": missing & still_on_meta, "unexpected_keys": unexpected}, directory)
@@ -241,9 +241,9 @@ def _network_without_weights(
     weights: Weights | None,
 ) -> Any:
     """Return the network `part`, ported, for the mesh, without its weights."""
-    network = port_network(runtime.without_torchax(_on_meta, directory, part, dtype)).eval()
+    network = port_network(_on_meta(directory, part, dtype)).eval()
     if weights:  # first: the bytes of the weights decide how they use the mesh
-        runtime.without_torchax(quantize, network, weights)
+        quantize(network, weights)
     if mesh is not None:
         network.place_on(mesh, parallel)
     return network

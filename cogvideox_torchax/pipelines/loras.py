@@ -61,9 +61,9 @@ def _in_pytorch(method: Callable[..., Any]) -> Callable[..., Any]:
                 'before port(weights="int8"); a LoRA that is loaded, and not fused, works'
             )
         was_on_jax = any(map(runtime.on_jax, network.parameters()))
-        runtime.without_torchax(runtime.replace_weights, network, runtime.to_torch)
+        runtime.replace_weights(network, runtime.to_torch)
         try:
-            return runtime.without_torchax(method, owner, *args, **options)
+            return method(owner, *args, **options)
         finally:
             if was_on_jax:
                 network.place()  # ports the layers that the method has added, and puts all weights on JAX

@@ -5,7 +5,6 @@ replaces. It adds a second way to run: plain torch tensors run the inherited for
 compiled program.
 """
 
-import inspect
 import math
 import threading
 from dataclasses import replace
@@ -72,10 +71,6 @@ def port_layers(network: nn.Module) -> None:
             processor.__class__ = PROCESSORS[type(processor)]
 
 
-TensorSpecs = dict[str, Any]
-"""(shape, JAX dtype) of each argument of a program, or a tuple of such pairs, by name."""
-
-
 class _SetForwards(threading.local):
     """A thread's running calls of a `forward` that another library has set on a network's object.
 
@@ -115,17 +110,6 @@ class CompiledNetwork(PortedModel):
                 self, method, *args, place=self.placement, name=self.component, **kwargs
             )
 
-    def described_program(self, tensors: "TensorSpecs") -> tuple[runtime.Program, "TensorSpecs"]:
-        """Return the program of a call with such `tensors`, and the specs of the program's inputs, by name.
-
-        The program may have other names for its inputs than the call has for its arguments.
-        """
-        stock: Any = type(self).__bases__[-1]  # `port` puts the mixin before the stock class
-        parameters = inspect.signature(stock.forward).parameters
-        # Classes of diffusers return an object unless they are asked for a tuple of tensors.
-        options = {"return_dict": False} if "return_dict" in parameters else {}
-        return runtime.method_program(self, stock.forward, tensors, self.placement, **options)
-
     def enable_parallelism(self, **_options: Any) -> None:
         raise ValueError(
             f"{self.component}: enable_parallelism is for PyTorch on several GPUs: leave it out, and pass "
@@ -161,8 +145,7 @@ class CompiledNetwork(PortedModel):
         outer_calls = _SET_FORWARDS.modules_at_start
         _SET_FORWARDS.modules_at_start = {**outer_calls, self: [*self.modules()]}
         try:
-            with runtime.mixing():  # torchax is on, and takes tensors of the host too
-                return super().__call__(*args, **kwargs)
+            return super().__call__(*args, **kwargs)
         finally:
             _SET_FORWARDS.modules_at_start = outer_calls
 
@@ -303,11 +286,6 @@ class KnownNetwork(CompiledNetwork):
             slower = "so it is compiled as it is, and takes longer"
             runtime.warn_once(self, f"{self.component}: {change}, {slower}")
         return change is None
-
-    def described_program(self, tensors: "TensorSpecs") -> tuple[runtime.Program, "TensorSpecs"]:
-        program = self.program
-        # A network that is not stock has the program of any other class.
-        return super().described_program(tensors) if program is None else (program, tensors)
 
     def run_program(self, network: nn.Module, tensors: dict[str, Any]) -> torch.Tensor | None:
         """Run the program of `network`, which has no cache, on tensors by name; None if there is none."""

@@ -1,8 +1,15 @@
-"""Whole diffusers pipelines on JAX: `port` for a pipeline, and the methods of a ported pipeline.
+"""Whole diffusers pipelines on JAX: `port` for a pipeline, and what a ported pipeline has beside its class's.
 
-A ported pipeline is of a subclass of its class. Its methods run the inherited ones with torchax on. For some
-methods this module has a wrapper, a function of the pipeline, the inherited method (`inherited`), and the
-call's arguments as a tuple and a dictionary.
+Networks on JAX run in diffusers' own pipelines, with their own schedulers. A ported pipeline is of a subclass
+of its class. Around four methods this module has a function of the pipeline, the inherited method
+(`inherited`), and the call's arguments as a tuple and a dictionary:
+
+- `__call__`: the processes of a mesh make the same call; models that were replaced since `port` are refused;
+  a step cache starts anew; the decoder is compiled beside the first steps; a NaN or Inf names its step;
+  other people's "cuda" means JAX.
+- `check_inputs`: a size that the transformer cannot cut into patches is refused before any work.
+- `encode_prompt`: one thread at a time, as pipelines share tokenizers.
+- `decode_latents`: each chunk of frames goes to the host while the next is computed.
 """
 
 import functools
@@ -30,11 +37,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from cogvideox_torchax import runtime, upstream
-from cogvideox_torchax.pipelines import loras, sharding
+from cogvideox_torchax.pipelines import loras, sharding, steps
 from cogvideox_torchax.pipelines.eight_bits import Weights, has_bits, quantize, take_bits
 from cogvideox_torchax.pipelines.known import port_network, ported_class
-from cogvideox_torchax.pipelines.networks import CompiledNetwork, KnownNetwork, device_bytes_of
-from cogvideox_torchax.pipelines.scheduler import port_scheduler
+from cogvideox_torchax.pipelines.networks import KnownNetwork, device_bytes_of
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
 from cogvideox_torchax.runtime.models import PicklesAsStock, PortedModel
 from cogvideox_torchax.runtime.offload import Offload
@@ -85,7 +91,7 @@ def port_pipeline(
     for name, model in models.items():
         _check_acyclic(name, model)
         if _is_known(model) and not runtime.is_on_jax(model):
-            if runtime.without_torchax(has_bits, name, model):
+            if has_bits(name, model):
                 in_bits.add(name)
         else:
             _check_not_cast(model)
@@ -101,7 +107,7 @@ def port_pipeline(
     for name, model in models.items():
         if getattr(pipe, name) is not model:  # it is torch.compile's wrapper: JAX compiles the model instead
             setattr(pipe, name, model)
-        if runtime.without_torchax(upstream.take_offloading, model):
+        if upstream.take_offloading(model):
             offload, pipe._all_hooks = True, []  # the pipeline's own list of the hooks
         if isinstance(model, DiffusersAutoencoder):
             vae = port_vae(model)
@@ -109,11 +115,11 @@ def port_pipeline(
                 vae.place_on(mesh)
             continue
         if name in in_bits:
-            runtime.without_torchax(take_bits, model)
+            take_bits(model)
         network = port_network(model)
         network.component = name
         if weights and isinstance(network, KnownNetwork):
-            runtime.without_torchax(quantize, network, weights)
+            quantize(network, weights)
         if name in in_bits or (weights and isinstance(network, KnownNetwork)):
             # Whether weights are gathered depends on their bytes.
             parallelisms[name] = _parallelism_of(network, mesh, parallel if name == "transformer" else None)
@@ -127,15 +133,8 @@ def port_pipeline(
     offload_models(models, mesh, getattr(pipe, "model_cpu_offload_seq", None), wanted=offload)
     for model in models.values():
         model.put_weights()  # pyright: ignore[reportCallIssue]
-    if getattr(pipe, "scheduler", None) is not None:
-        port_scheduler(pipe.scheduler)
-    if isinstance(pipe, DiffusionPipeline):
-        # From now on diffusers' `from_pipe`, and the constructor of a pipeline, port what they make of ported
-        # parts.
-        upstream.wrap_from_pipe(_port_from_pipe)
-        upstream.wrap_register_modules(_port_class_of)
-        if not isinstance(pipe, PortedPipeline):
-            pipe.__class__ = _ported_pipeline_class(type(pipe))
+    if isinstance(pipe, DiffusionPipeline) and not isinstance(pipe, PortedPipeline):
+        pipe.__class__ = _ported_pipeline_class(type(pipe))
 
 
 def offload_models(models: dict[str, Any], mesh: Any, sequence: str | None, *, wanted: bool) -> None:
@@ -222,40 +221,6 @@ def _check_not_cast(model: Any) -> None:
         )
 
 
-def _port_class_of(pipe: Any, parts: dict[str, Any]) -> None:
-    """Give a new pipeline its ported class, if a network among its `parts` is on JAX.
-
-    diffusers' `register_modules`, which each pipeline's constructor calls, calls this.
-    """
-    has_part_on_jax = any(
-        isinstance(part, CompiledNetwork) and runtime.is_on_jax(part) for part in parts.values()
-    )
-    if has_part_on_jax and not isinstance(pipe, PortedPipeline):
-        pipe.__class__ = _ported_pipeline_class(type(pipe))
-
-
-def _port_from_pipe(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
-    """Return a pipeline of class `kind` with the parts of `pipeline`; port it if `pipeline` is ported.
-
-    `make` is diffusers' own `from_pipe`.
-    """
-    new_pipeline = make(kind, pipeline, **options)
-    if not isinstance(pipeline, PortedPipeline):
-        return new_pipeline
-    # Parts that are new in the new pipeline get the mesh of `pipeline`, and its transformer's use of "tp".
-    # All models of `pipeline` are on the same devices, so the first one tells the mesh.
-    models = _models(pipeline)
-    first_model = next(iter(models.values()), None)
-    if first_model is not None and runtime.is_on_jax(first_model):
-        parallelism = getattr(models.get("transformer"), "parallelism", None)
-        port_pipeline(new_pipeline, getattr(first_model, "mesh", None), getattr(parallelism, "kind", None))
-    elif not isinstance(new_pipeline, PortedPipeline):
-        # There are no models, or they were moved back to the host. They stay where they are, but the new
-        # pipeline gets the methods that can move them to JAX.
-        new_pipeline.__class__ = _ported_pipeline_class(type(new_pipeline))
-    return new_pipeline
-
-
 class PortedPipeline(PicklesAsStock, DiffusionPipeline):
     """Mixin for the class of a ported pipeline.
 
@@ -329,8 +294,9 @@ def _decode_in_chunks(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
     # After the last step the arrays that a step cache keeps are freed, to leave memory for the decoder. A
     # callback may also decode between two steps, where the next step needs them: `_current_timestep` is set
     # there.
-    if pipe.transformer is not None and getattr(pipe, "_current_timestep", None) is None:
-        pipe.transformer._reset_stateful_cache()
+    reset_cache = getattr(pipe.transformer, "_reset_stateful_cache", None)
+    if reset_cache is not None and getattr(pipe, "_current_timestep", None) is None:
+        reset_cache()
     # The pipelines call the VAE's scaling factor `vae_scaling_factor_image`, for videos too.
     z = 1 / pipe.vae_scaling_factor_image * latents.permute(0, 2, 1, 3, 4)
     if not _decodes_by_programs(pipe.vae):
@@ -378,13 +344,11 @@ def _compile_decoder_ahead(pipe: Any, call: Callable[..., Any], args: Any, kwarg
 
 
 def _call(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Make the scheduler and the step cache ready for JAX, and run the pipeline's own call, `inherited`."""
+    """Check the pipeline, make its step cache ready, and run the pipeline's own call, `inherited`."""
     _check_ported(pipe)
     _check_same_in_all_processes(pipe, inherited, args, kwargs)
     _check_image_channels(pipe, inherited)
-    scheduler, transformer = getattr(pipe, "scheduler", None), getattr(pipe, "transformer", None)
-    if scheduler is not None:
-        port_scheduler(scheduler)  # the user may have replaced it
+    transformer = getattr(pipe, "transformer", None)
     if isinstance(transformer, CogVideoXTransformer3DModel):
         if runtime.is_on_jax(transformer):
             # diffusers' functions such as `apply_first_block_cache` put a cache's hooks on the modules, too.
@@ -392,11 +356,8 @@ def _call(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> A
             transformer.take_cache(warn=False)
         transformer._reset_stateful_cache()  # an earlier call that failed may have left kept arrays
     _compile_decoder_ahead(pipe, inherited, args, kwargs)
-    result = inherited(pipe, *args, **kwargs)
-    if scheduler is not None:
-        # This checks the last step for NaN and Inf. An earlier step was checked by the step after it.
-        pipe.scheduler.log.check()
-    return result
+    with runtime.CudaIsJAX():
+        return steps.run_checked(inherited, pipe, args, kwargs)
 
 
 def _check_same_in_all_processes(pipe: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -474,8 +435,9 @@ def _check_image_channels(pipe: Any, call: Callable[..., Any]) -> None:
 def _check_inputs(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Check that whole patches make up the video's size, then the inputs as diffusers does (`inherited`)."""
     arguments = inspect.signature(inherited).bind(pipe, *args, **kwargs).arguments
-    config = getattr(getattr(pipe, "transformer", None), "config", {})
-    if "patch_size" in config and arguments.get("height") and arguments.get("width"):
+    config = getattr(getattr(pipe, "transformer", None), "config", None)
+    has_patches = isinstance(config, dict) and "patch_size" in config  # not of a user's transformer
+    if has_patches and arguments.get("height") and arguments.get("width"):
         _check_size(pipe, arguments["height"], arguments["width"])
     inherited(pipe, *args, **kwargs)
 
@@ -503,27 +465,13 @@ def _decode_latents(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs:
     return pytree.tree_map_only(torch.Tensor, runtime.to_torch, inherited(pipe, *args, **kwargs))
 
 
-def _rotary_tables(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Compute rotary tables by `inherited`, on the host in float64; move them to the transformer's device.
-
-    diffusers would compute them on the call's `device`: on JAX, which has no float64 by default.
-    """
-    bound = inspect.signature(inherited).bind(pipe, *args, **kwargs)
-    if "device" in bound.arguments:
-        bound.arguments["device"] = torch.device("cpu")
-    tables = runtime.without_torchax(inherited, *bound.args, **bound.kwargs)
-    is_on_jax = runtime.is_on_jax(pipe.transformer)
-    return pytree.tree_map_only(torch.Tensor, runtime.to_jax, tables) if is_on_jax else tables
-
-
 _WRAPPERS: dict[str, Callable[..., Any]] = {
     "__call__": _call,
     "check_inputs": _check_inputs,
     "encode_prompt": _encode_prompt,
     "decode_latents": _decode_latents,
-    upstream.ROTARY_TABLES: _rotary_tables,
 }
-"""By the name of a pipeline's method, its wrapper, which runs in its place."""
+"""By the name of a pipeline's method, the function that runs in its place."""
 
 _CALLS_WITH_SIZE = (CogVideoXPipeline.__call__, CogVideoXImageToVideoPipeline.__call__)
 """The calls whose arguments, or else the transformer's config, give the size of the video to decode."""
@@ -542,7 +490,7 @@ def _ported_pipeline_class(kind: type) -> type:
         kind.__name__,
         (PortedPipeline, kind),
         {
-            **{name: _with_torchax(kind, name) for name in _methods_to_wrap(kind)},
+            **{name: _wrapped(kind, name) for name in _WRAPPERS if hasattr(kind, name)},
             "__module__": kind.__module__,
             # Methods that load and change LoRAs: they run while the weights are in PyTorch.
             **loras.methods_in_pytorch(kind, loras.PIPELINE_METHODS),
@@ -550,15 +498,13 @@ def _ported_pipeline_class(kind: type) -> type:
     )
 
 
-def _with_torchax(kind: type, name: str) -> Callable[..., Any]:
-    """Return a method that turns torchax on, and runs the method `name` of `kind`, or its wrapper."""
-    wrapper = _WRAPPERS.get(name)
+def _wrapped(kind: type, name: str) -> Callable[..., Any]:
+    """Return a method that runs the wrapper of the method `name` of `kind`, with that method's signature."""
 
     @functools.wraps(getattr(kind, name))
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        inherited = getattr(kind, name)  # looked up in each call: a user may replace it on the class
-        with runtime.mixing():
-            return wrapper(self, inherited, args, kwargs) if wrapper else inherited(self, *args, **kwargs)
+        # The inherited method is looked up in each call: a user may replace it on the class.
+        return _WRAPPERS[name](self, getattr(kind, name), args, kwargs)
 
     return call
 
@@ -579,17 +525,6 @@ def _check_ported(pipe: Any) -> None:
                     f"the weights of the pipeline's {name} were offloaded after port: call "
                     "pipe.enable_model_cpu_offload() in place of that"
                 )
-
-
-def _methods_to_wrap(kind: type) -> set[str]:
-    """Return the names of the methods that a pipeline's class adds to `DiffusionPipeline`, and "__call__".
-
-    Other special methods, and methods that `PortedPipeline` has, are left out.
-    """
-    # The classes of the method resolution order before `DiffusionPipeline`: `kind` and bases of its own.
-    classes = kind.__mro__[: kind.__mro__.index(DiffusionPipeline)]
-    names = {name for each in classes for name, member in vars(each).items() if inspect.isfunction(member)}
-    return {n for n in names if n == "__call__" or not (n.startswith("__") or hasattr(PortedPipeline, n))}
 
 
 def check_size(

@@ -135,7 +135,10 @@ def memory_of(mesh: Mesh | None) -> float | None:
     try:
         # All devices are alike.
         stats = (jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]).memory_stats()
-    except (RuntimeError, jax.errors.JaxRuntimeError):  # `plan` makes meshes of devices that do not exist
+    except (
+        RuntimeError,
+        jax.errors.JaxRuntimeError,
+    ):  # they may not exist: it is compiled for them
         return None
     return (stats or {}).get("bytes_limit")
 

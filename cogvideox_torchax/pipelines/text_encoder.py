@@ -1,9 +1,7 @@
 """The T5 text encoder of CogVideoX's pipelines, ported."""
 
-import contextlib
 from typing import Any
 
-import jax.numpy as jnp
 import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
@@ -11,7 +9,7 @@ from transformers.models.t5.modeling_t5 import T5EncoderModel as TransformersT5E
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.files.models import saved_from_host
-from cogvideox_torchax.pipelines.networks import KnownNetwork, TensorSpecs
+from cogvideox_torchax.pipelines.networks import KnownNetwork
 
 
 class TextEncoding(nn.Module):
@@ -44,11 +42,8 @@ class T5EncoderModel(KnownNetwork, TransformersT5Encoder):
         **options: Any,
     ) -> Any:
         """Encode by a program if weights are on JAX and no option is set; else by transformers' forward."""
-        in_pytorch = not runtime.is_on_jax(self)
-        if in_pytorch or any(value is not None for value in options.values()):
-            # Weights on JAX need torchax on, which runs the forward operation by operation.
-            with contextlib.nullcontext() if in_pytorch else runtime.active():
-                return super().forward(input_ids, attention_mask, inputs_embeds, **options)
+        if not runtime.is_on_jax(self) or any(value is not None for value in options.values()):
+            return super().forward(input_ids, attention_mask, inputs_embeds, **options)
         self.check_modules()  # raises if a `forward` that was set on this object has put in other modules
         tensors = {
             "input_ids": input_ids,
@@ -59,8 +54,3 @@ class T5EncoderModel(KnownNetwork, TransformersT5Encoder):
         if hidden_states is None:  # this model is not stock
             return self.run_as_it_is(TransformersT5Encoder.forward, **tensors)
         return BaseModelOutput(last_hidden_state=hidden_states)  # pyright: ignore[reportArgumentType]
-
-
-def prompt_tensors(*, batch: int, text: int) -> TensorSpecs:
-    """Return the (shape, JAX dtype) of the encoder's input, for `batch` prompts of `text` tokens each."""
-    return {"input_ids": ((batch, text), jnp.int32)}

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.cogvideox_transformer_3d import (
@@ -22,7 +21,6 @@ from cogvideox_torchax.pipelines.blocks import Block, joined_step
 from cogvideox_torchax.pipelines.layers import PatchEmbed
 from cogvideox_torchax.pipelines.networks import (
     KnownNetwork,
-    TensorSpecs,
     bytes_of,
     check_split,
     memory_of,
@@ -54,7 +52,7 @@ class TransformerStep(nn.Module):
     def predict(self, tensors: dict[str, Any]) -> torch.Tensor:
         """Return the transformer's prediction for a step's tensors, by the names of its forward's arguments.
 
-        "positions", a table that `step_tensors` adds where it is needed, is for `patch_embed` alone.
+        "positions", a table where it is needed, is for `patch_embed` alone.
         """
         arguments = {**tensors, "attention_kwargs": dict(self.options) or None}
         if "positions" in arguments:
@@ -224,7 +222,7 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
             # None if the module's own table is of this size, or if the model has no such positions.
             "positions": patch_embed.table_for(height, width, frames),
         }
-        with runtime.active(), torch.no_grad():
+        with torch.no_grad():
             if self.step_cache is None:
                 sample = self.run_program(TransformerStep(self, attention_kwargs), tensors)
             else:
@@ -243,38 +241,3 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
 
 for _name, _method in loras.methods_in_pytorch(DiffusersTransformer, loras.NETWORK_METHODS).items():
     setattr(CogVideoXTransformer3DModel, _name, _method)
-
-
-def step_tensors(
-    transformer: Any, *, batch: int, frames: int, height: int, width: int, text: int | None = None
-) -> TensorSpecs:
-    """Return the (shape, JAX dtype) of each input of a denoising step, by name.
-
-    Args:
-        transformer: a transformer of any class, with weights or without.
-        batch: number of videos; with guidance each counts as two.
-        frames, height, width: size of the latents.
-        text: number of tokens of a prompt; None for the model's limit.
-    """
-    # The config of a class that is not diffusers' may lack these two; None is their default.
-    config = {"patch_size_t": None, "ofs_embed_dim": None, **transformer.config}
-    dtype = runtime.jax_dtype(transformer.dtype)
-    patch_embed: Any = getattr(transformer, "patch_embed", None)
-    text = text or config["max_text_seq_length"]
-    tensors: TensorSpecs = {
-        "hidden_states": ((batch, frames, config["in_channels"], height, width), dtype),
-        "encoder_hidden_states": ((batch, text, config["text_embed_dim"]), dtype),
-        "timestep": ((batch,), jnp.int32),
-    }
-    patch = config["patch_size"]
-    patch_t = config["patch_size_t"] or 1  # None: a patch has one frame
-    patches = frames // patch_t * (height // patch) * (width // patch)
-    if config["use_rotary_positional_embeddings"]:
-        table = ((patches, config["attention_head_dim"]), jnp.float32)
-        tensors["image_rotary_emb"] = (table, table)  # cosines and sines
-    elif isinstance(transformer, KnownNetwork) and patch_embed.needs_table(height, width, frames):
-        # Only a ported transformer takes positions as an input, where its own table does not fit.
-        tensors["positions"] = ((1, text + patches, patch_embed.embed_dim), jnp.float32)
-    if config["ofs_embed_dim"]:
-        tensors["ofs"] = ((1,), dtype)
-    return tensors

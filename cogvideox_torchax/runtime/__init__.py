@@ -18,13 +18,12 @@ if TYPE_CHECKING:
         to_jax,
         to_torch,
     )
-    from cogvideox_torchax.runtime.calls import method_program, mixing, run_method, warn_once
+    from cogvideox_torchax.runtime.calls import method_program, run_method, warn_once
     from cogvideox_torchax.runtime.compile_cache import COMPILE_CACHE_VARIABLE, configure_compile_cache
-    from cogvideox_torchax.runtime.environment import active, enable, is_enabled, on_meta, without_torchax
+    from cogvideox_torchax.runtime.device import CudaIsJAX, on_meta, tracing
     from cogvideox_torchax.runtime.forks import check_not_forked
     from cogvideox_torchax.runtime.gradients import (
         differentiable,
-        differentiated,
         rematerialized,
         wants_gradient,
         without_gradient,
@@ -32,14 +31,15 @@ if TYPE_CHECKING:
     from cogvideox_torchax.runtime.host import (
         device_and_dtype,
         host_array,
+        is_in_host_memory,
         is_jax_device,
+        on_default_device,
         on_jax,
         plain_tensor,
     )
     from cogvideox_torchax.runtime.layers import profiling
     from cogvideox_torchax.runtime.memory import (
         free_memory,
-        host_peak_bytes,
         of_several_processes,
         out_of_memory,
     )
@@ -60,11 +60,10 @@ if TYPE_CHECKING:
     from cogvideox_torchax.runtime.weights import (
         byte_dtype,
         feed_weights,
-        is_in_host_memory,
         is_movable,
         named_tensors,
-        on_default_device,
         put_weights,
+        read_only,
         replace_weights,
     )
 
@@ -72,11 +71,11 @@ __all__ = [
     "COMPILE_CACHE_VARIABLE",
     "NO_GRADIENT",
     "ArrayProgram",
+    "CudaIsJAX",
     "Place",
     "Program",
     "Programs",
     "TorchTPUProgram",
-    "active",
     "all_finite",
     "array_of",
     "as_array",
@@ -86,9 +85,7 @@ __all__ = [
     "configure_compile_cache",
     "device_and_dtype",
     "differentiable",
-    "differentiated",
     "dtype_name",
-    "enable",
     "feed_weights",
     "fetch_async",
     "first_nonfinite",
@@ -96,9 +93,7 @@ __all__ = [
     "forget_programs",
     "free_memory",
     "host_array",
-    "host_peak_bytes",
     "host_skeleton",
-    "is_enabled",
     "is_in_host_memory",
     "is_jax_device",
     "is_movable",
@@ -108,7 +103,6 @@ __all__ = [
     "largest",
     "largest_of",
     "method_program",
-    "mixing",
     "named_tensors",
     "of_several_processes",
     "on_accelerator",
@@ -120,6 +114,7 @@ __all__ = [
     "profiling",
     "programs_of",
     "put_weights",
+    "read_only",
     "rematerialized",
     "replace_weights",
     "run_method",
@@ -128,11 +123,11 @@ __all__ = [
     "to_jax",
     "to_torch",
     "torch_view",
+    "tracing",
     "wants_gradient",
     "warn_once",
     "without_gradient",
     "without_jax_checks",
-    "without_torchax",
 ]
 
 _MODULES = {
@@ -153,7 +148,6 @@ _MODULES = {
     ),
     "calls": (
         "method_program",
-        "mixing",
         "run_method",
         "warn_once",
     ),
@@ -161,17 +155,14 @@ _MODULES = {
         "COMPILE_CACHE_VARIABLE",
         "configure_compile_cache",
     ),
-    "environment": (
-        "active",
-        "enable",
-        "is_enabled",
+    "device": (
+        "CudaIsJAX",
         "on_meta",
-        "without_torchax",
+        "tracing",
     ),
     "forks": ("check_not_forked",),
     "gradients": (
         "differentiable",
-        "differentiated",
         "rematerialized",
         "wants_gradient",
         "without_gradient",
@@ -179,14 +170,15 @@ _MODULES = {
     "host": (
         "device_and_dtype",
         "host_array",
+        "is_in_host_memory",
         "is_jax_device",
+        "on_default_device",
         "on_jax",
         "plain_tensor",
     ),
     "layers": ("profiling",),
     "memory": (
         "free_memory",
-        "host_peak_bytes",
         "of_several_processes",
         "out_of_memory",
     ),
@@ -219,11 +211,10 @@ _MODULES = {
     "weights": (
         "byte_dtype",
         "feed_weights",
-        "is_in_host_memory",
         "is_movable",
         "named_tensors",
-        "on_default_device",
         "put_weights",
+        "read_only",
         "replace_weights",
     ),
 }

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from cogvideox_torchax.runtime.environment import import_torchax
-from cogvideox_torchax.runtime.host import TPU, host_array, on_host, on_jax, plain_tensor
-from cogvideox_torchax.runtime.user_checks import without_jax_checks
+from cogvideox_torchax.runtime.device import fetched, import_torchax, to_jax as to_jax
+from cogvideox_torchax.runtime.host import TPU, host_array, on_jax
+from cogvideox_torchax.upstream import array_in
 
 
 def on_tpu(tensor: torch.Tensor) -> bool:
@@ -31,8 +31,9 @@ def is_on_jax(module: torch.nn.Module) -> bool:
 
 
 def array_of(tensor: torch.Tensor) -> Any:
-    """Return the `jax.Array` inside a torchax tensor."""
-    return import_torchax().interop.jax_view(tensor)
+    """Return the array inside a torchax tensor, which may wait in the host's memory, or be a NumPy array."""
+    array = array_in(tensor)  # None for a slice, which has only its parent's
+    return import_torchax().interop.jax_view(tensor) if array is None else array
 
 
 def tensor_of(array: Any) -> torch.Tensor:
@@ -40,25 +41,13 @@ def tensor_of(array: Any) -> torch.Tensor:
     return import_torchax().interop.torch_view(array)
 
 
-@without_jax_checks
-def to_jax(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a plain tensor to JAX's default device; return a torchax tensor unchanged.
-
-    No gradient flows from the copy back to the plain tensor.
-    """
-    return tensor if on_jax(tensor) else import_torchax().default_env().to_xla(tensor.detach())
-
-
-@without_jax_checks
 def to_torch(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor of torchax or TorchTPU to the CPU; return any other tensor unchanged.
 
     The copy waits until the tensor is computed. If other processes hold parts of it, all must call this, and
     each gets the whole.
     """
-    if on_jax(tensor):
-        return plain_tensor(on_host(array_of(tensor)))
-    return tensor.cpu() if tensor.device.type == TPU else tensor
+    return fetched(tensor) if on_jax(tensor) or not on_tpu(tensor) else tensor.cpu()
 
 
 def as_array(value: Any) -> Any:

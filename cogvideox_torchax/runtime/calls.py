@@ -27,16 +27,13 @@ import jax
 import numpy as np
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._mode_utils import no_dispatch
 
-from cogvideox_torchax.runtime.bridge import array_of, tensor_of, to_jax, to_torch
-from cogvideox_torchax.runtime.environment import active
+from cogvideox_torchax.runtime.bridge import array_of, tensor_of, to_jax
+from cogvideox_torchax.runtime.device import RandomInTraceError
 from cogvideox_torchax.runtime.floats import traced_floats
-from cogvideox_torchax.runtime.functions import RandomInTraceError
 from cogvideox_torchax.runtime.gradients import without_gradient
-from cogvideox_torchax.runtime.host import PLAIN, on_jax
+from cogvideox_torchax.runtime.host import on_jax
 from cogvideox_torchax.runtime.places import Place, describes_one_input
 from cogvideox_torchax.runtime.programs import Program, programs_of
 from cogvideox_torchax.runtime.skeleton import ForeignForwardError
@@ -65,8 +62,7 @@ def _inside_method() -> Iterator[None]:
     """Run a `with` block as the inside of a method; there `run_method` simply calls the method it gets."""
     token = _INSIDE.set(True)
     try:
-        with MixedTensors():  # in which operations may mix tensors of the host with tensors on JAX
-            yield
+        yield
     finally:
         _INSIDE.reset(token)
 
@@ -193,75 +189,6 @@ def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor)
 
 
-WRITING_METHODS = frozenset(
-    (
-        "__setitem__",
-        "__iadd__",
-        "__isub__",
-        "__imul__",
-        "__itruediv__",
-        "__ifloordiv__",
-        "__imod__",
-        "__ipow__",
-    )
-)
-"""Special methods that write into their first argument."""
-
-
-TENSOR_METHODS = frozenset(
-    method
-    for kind in (torch.Tensor, *torch.Tensor.__bases__)
-    for method in vars(kind).values()
-    if callable(method)
-) - {torch.Tensor.to}
-"""The methods and operators of a tensor that leave it on its device, unless an argument names another one."""
-
-
-class MixedTensors(TorchFunctionMode):
-    """Mode in which an operation on tensors of the host and of JAX first moves those of the host to JAX.
-
-    Such an operation may not write into a tensor of the host. A method of a tensor, if all of its tensors are
-    on the host, runs without torchax, in a tenth of the time; most of a scheduler's arithmetic is of this
-    kind.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # torch calls this for each operation, `func`, while the mode is on. `leaves` are the arguments, also
-        # those in containers.
-        kwargs = kwargs or {}
-        leaves = [*args, *kwargs.values()]
-        if any(isinstance(leaf, list | tuple | dict) for leaf in leaves):  # else the list is flat already
-            leaves = pytree.tree_leaves(leaves)
-        tensors = [leaf for leaf in leaves if _is_tensor(leaf)]
-        are_of_host = [type(tensor) in PLAIN for tensor in tensors]
-        # `TENSOR_METHODS` leave a tensor on its device, unless an argument names another device.
-        if tensors and all(are_of_host) and func in TENSOR_METHODS and "device" not in kwargs:
-            with no_dispatch(), torch._C.DisableTorchFunction():  # without torchax
-                return func(*args, **kwargs)
-        if any(are_of_host) and any(map(on_jax, tensors)):
-            name = getattr(func, "__name__", "")
-            # torch's methods that write into their tensor end in "_", such as `add_`.
-            writes = (name.endswith("_") and not name.endswith("__")) or name in WRITING_METHODS
-            if writes and not on_jax(tensors[0]):  # an operation writes into its first tensor
-                raise ValueError(
-                    f"got {name}, which writes a tensor on JAX into one of the host: move that .to('jax')"
-                )
-            args, kwargs = pytree.tree_map_only(torch.Tensor, _to_jax_unless_scalar, (args, kwargs))
-        return func(*args, **kwargs)  # by torchax: torch turns this mode off here, and torchax's stays on
-
-
-def _to_jax_unless_scalar(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on JAX; one without axes stays on the host, as torch mixes it with any device."""
-    return to_jax(tensor) if type(tensor) in PLAIN and tensor.ndim else tensor
-
-
-@contextlib.contextmanager
-def mixing() -> Iterator[None]:
-    """Enable torchax for a `with` block, in which tensors of the host may be mixed with tensors on JAX."""
-    with active(), MixedTensors():
-        yield
-
-
 _READS_FLOATS: weakref.WeakKeyDictionary[nn.Module, set[Method]] = weakref.WeakKeyDictionary()
 """The methods of each model that have to know the values of floats, which are constants in their programs."""
 
@@ -296,25 +223,25 @@ def run_method(
     # is recognized as a number that may be an argument of the program.
     leaves: list[Any] = [float(leaf) if type(leaf) is np.float64 else leaf for leaf in leaves]
     unknown_types = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *VALUES))]
-    with active():
-        # The leaves, with an array on the program's devices in the place of each tensor.
-        placed = [place.put(array_of(to_jax(leaf))) if _is_tensor(leaf) else leaf for leaf in leaves]
-        reason = f"it takes a {unknown_types[0]}" if unknown_types else None
-        result = None
-        if reason is None:
-            try:
-                result = _run_compiled(model, method, placed, structure, place)
-            except UntraceableError as error:
-                reason = str(error)
-        if reason is not None:
-            warn_once(model, f"{name}: {type(model).__name__} runs operation by operation, since {reason}")
-            result = _run_by_operation(model, method, (args, kwargs), placed)
-        # Each tensor of the result raises in a backward pass. Otherwise the pass could end at the result
-        # without an error, and leave gradients out.
-        why = f"on JAX the {name} has no gradients"
-        return pytree.tree_map_only(
-            torch.Tensor, functools.partial(_without_gradient, model, leaves, why), result
-        )
+    # The leaves, with an array on the program's devices in the place of each tensor.
+    placed = [place.put(array_of(to_jax(leaf))) if _is_tensor(leaf) else leaf for leaf in leaves]
+    reason = f"it takes a {unknown_types[0]}" if unknown_types else None
+    result = None
+    if reason is None:
+        try:
+            result = _run_compiled(model, method, placed, structure, place)
+        except UntraceableError as error:
+            reason = str(error)
+    if reason is not None:
+        warn_once(model, f"{name}: {type(model).__name__} runs operation by operation, since {reason}")
+        with _inside_method():
+            result = method(model, *args, **kwargs)
+    # Each tensor of the result raises in a backward pass. Otherwise the pass could end at the result without
+    # an error, and leave gradients out.
+    why = f"on JAX the {name} has no gradients"
+    return pytree.tree_map_only(
+        torch.Tensor, functools.partial(_without_gradient, model, leaves, why), result
+    )
 
 
 def method_program(
@@ -373,6 +300,17 @@ TRACING_ERRORS = (
 """Errors that a method may raise because it gets a `TracedFloat` in the place of a float."""
 
 
+VALUE_ERRORS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+"""JAX's errors of code that needs the values of arrays while it is traced."""
+
+READS_VALUES = "it reads the values of tensors, as a branch on one does"
+
+
 def _run_form(model: nn.Module, form: _Form, leaves: list[Any], place: Place) -> _Result:
     """Run the program of a form, or raise `UntraceableError`; a failed trace is not tried again."""
     # The model keeps its programs, all for the place that the model is in. `get` finds this one by the form,
@@ -388,16 +326,10 @@ def _run_form(model: nn.Module, form: _Form, leaves: list[Any], place: Place) ->
         inputs = {str(position): leaves[position] for position in form.arguments}
         result, _no_cache = program.run(program.weights(network), inputs)
         return result
-    except (
-        UntraceableError,
-        RandomInTraceError,
-        # JAX's errors of code that needs the values of arrays while it is traced.
-        jax.errors.ConcretizationTypeError,
-        jax.errors.NonConcreteBooleanIndexError,
-        jax.errors.TracerArrayConversionError,
-        jax.errors.TracerIntegerConversionError,
-    ) as error:
-        program.untraceable = str(error).partition("\n")[0]  # the next call raises this at once
+    except (UntraceableError, RandomInTraceError, *VALUE_ERRORS) as error:
+        reads_values = isinstance(error, VALUE_ERRORS)
+        # The next call raises this at once.
+        program.untraceable = READS_VALUES if reads_values else str(error).partition("\n")[0]
         raise UntraceableError(program.untraceable) from error
 
 
@@ -413,45 +345,6 @@ def _without_gradient(model: nn.Module, leaves: list[Any], why: str, tensor: tor
     # The copy that `to_jax` makes of an argument on the host requires no gradient by itself.
     x = x if on_jax(x) else to_jax(x).requires_grad_()
     return without_gradient(model, x, tensor.detach(), why)
-
-
-def _run_by_operation(
-    model: nn.Module, method: Method, arguments: tuple[tuple[Any, ...], dict[str, Any]], placed: list[Any]
-) -> Any:
-    """Run a method operation by operation, and copy into the caller's tensors what it writes into them.
-
-    Args:
-        arguments: the caller's (args, kwargs).
-        placed: their leaves, with arrays on the program's devices in the place of tensors.
-
-    Raises:
-        ValueError: the method changes a container among its arguments, which is a copy of the caller's.
-    """
-    leaves, structure = pytree.tree_flatten(arguments)
-    # By id, each of the caller's tensors, which may occur twice, and its array on the program's devices.
-    tensors = {
-        id(leaf): (leaf, array) for leaf, array in zip(leaves, placed, strict=True) if _is_tensor(leaf)
-    }
-    if all(on_jax(tensor) and array_of(tensor) is array for tensor, array in tensors.values()):
-        # All tensors are on the program's devices already, so the method gets the caller's own arguments.
-        args, kwargs = arguments
-        with _inside_method():
-            return method(model, *args, **kwargs)
-    # By the id of a caller's tensor, the tensor on the program's devices that the method gets in its place.
-    stand_ins = {key: tensor_of(array) for key, (_tensor, array) in tensors.items()}
-    new_leaves: list[Any] = [stand_ins.get(id(leaf), leaf) for leaf in leaves]
-    args, kwargs = pytree.tree_unflatten(new_leaves, structure)
-    with _inside_method():
-        result = method(model, *args, **kwargs)
-    if not _is_unchanged((args, kwargs), new_leaves, structure):
-        raise ValueError(
-            f"{type(model).__name__} changes a container among its arguments: pass tensors on JAX"
-        )
-    for key, (tensor, array) in tensors.items():
-        stand_in = stand_ins[key]
-        if array_of(stand_in) is not array:  # the method has written into it
-            tensor.copy_(stand_in if on_jax(tensor) else to_torch(stand_in))
-    return result
 
 
 _WARNED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()

@@ -1,7 +1,4 @@
-"""Operations for which torchax's own functions are replaced: attention, random numbers, and scaling.
-
-Random numbers are drawn on the host by torch, so that a seed gives the same numbers as in PyTorch on a CPU.
-"""
+"""Operations for which torchax's own functions are replaced: attention, scaling, fused optimizers."""
 
 import functools
 import math
@@ -14,11 +11,8 @@ from torch.nn import functional as F
 from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
-from torch.utils import _pytree as pytree
-from torch.utils._mode_utils import no_dispatch
 
-from cogvideox_torchax.runtime.host import host_array, on_host, on_jax, plain_tensor
-from cogvideox_torchax.runtime.views import DRAWS, layout_of, set_strides, written
+from cogvideox_torchax.runtime.views import written
 from cogvideox_torchax.upstream import is_traced
 
 MASKED = -6e4
@@ -26,22 +20,6 @@ MASKED = -6e4
 
 EXTRA_CHANNELS = 8
 """Channels that are added to carry a mask. One would do, but kernels want a multiple of 8 channels."""
-
-
-RANDOM = (
-    *("bernoulli", "bernoulli_", "binomial", "cauchy", "cauchy_", "exponential", "exponential_", "geometric"),
-    *("geometric_", "log_normal", "log_normal_", "multinomial", "normal", "normal_", "normal_functional"),
-    *("poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random", "random_"),
-    *("randperm", "uniform", "uniform_", "_sample_dirichlet", "_standard_gamma"),
-)
-"""torch's operators that draw random numbers, and do not consist of others.
-"""
-
-REFUSED = (
-    *("native_dropout", "rrelu_with_noise", "rrelu_with_noise_", "rrelu_with_noise_functional"),
-    *("fractional_max_pool2d", "fractional_max_pool3d"),
-)
-"""Those that also compute with the numbers. `F.dropout` is no such operator."""
 
 
 FUSED = {
@@ -53,27 +31,18 @@ FUSED = {
 """torch's operators of `fused=True`, each with the function and options that compute the same step."""
 
 
-class RandomInTraceError(ValueError):
-    """A random number drawn while JAX traces a program, which would repeat this number in each call."""
-
-
-def replace_functions(registry: Any, active: Callable[[], Any]) -> None:
+def replace_functions(registry: Any) -> None:
     """Replace functions and operators (of `torch.ops.aten`) in torchax's tables, for all of the process.
 
-    `registry` is torchax's module of that name, with a table of operators and one of functions. `active`
-    returns a context in which torchax is on.
+    `registry` is torchax's module of that name, with a table of operators and one of functions.
     """
     # The tables have, for each operation of torch, an entry whose `func` computes it.
     aten, operators = torch.ops.aten, registry.all_aten_ops
     table = operators | registry.all_torch_functions
-    for draw in DRAWS:
-        table[draw].func = _drawn_on_host(draw)
-        table[draw].is_jax_function = table[draw].needs_env = False
-    of_tensors = {getattr(aten, name): _drawn_on_host(getattr(aten, name)) for name in RANDOM}
-    of_tensors |= {getattr(aten, name): _refused(name) for name in REFUSED}
-    of_tensors |= {getattr(aten, name): _unfused(active, *update) for name, update in FUSED.items()}
+    of_tensors = {getattr(aten, name): _unfused(*update) for name, update in FUSED.items()}
     of_tensors |= {aten._is_all_true: torch.all, aten._is_any_true: torch.any}  # torch.distributions has them
     of_tensors[aten.set_] = torch.Tensor.copy_  # by it `register_parametrization` keeps a weight
+    of_tensors[aten.resize_] = _resized
     for packet, function in of_tensors.items():
         # torchax looks an overload up before its packet, so an entry of its own may hide the packet's.
         for operator in (packet, *(getattr(packet, overload) for overload in packet.overloads())):
@@ -93,6 +62,8 @@ def replace_functions(registry: Any, active: Callable[[], Any]) -> None:
         needs_env=False,
         is_view_op=False,
     )
+    one_hot = registry.all_torch_functions[F.one_hot].func
+    table[F.one_hot].func = lambda input, num_classes=-1: one_hot(input, num_classes)  # torch's own names
     functions = {F.scaled_dot_product_attention: _attention(table[F.scaled_dot_product_attention].func)}
     for operator in (aten.mul.Tensor, aten.mul.Scalar, aten.div):
         functions[operator] = _scaled_in_float32(table[operator].func)
@@ -105,11 +76,13 @@ def replace_functions(registry: Any, active: Callable[[], Any]) -> None:
         entry.needs_env = False  # takes no argument `env`, torchax's environment
 
 
-def _refused(name: str) -> Callable[..., Any]:
-    def call(*_: Any, **__: Any) -> Any:
-        raise ValueError(f"got {name} on JAX, which has not PyTorch's random numbers: compute it on the CPU")
-
-    return call
+def _resized(tensor: Any, size: Any, **_: Any) -> Any:
+    """Return the `out` of a factory, which PyTorch gives the size that it has already."""
+    if tuple(tensor.shape) != tuple(size):
+        raise ValueError(
+            f"got resize_ to {tuple(size)} of a tensor on JAX, {tuple(tensor.shape)}: make a new tensor"
+        )
+    return tensor
 
 
 def _then_written(write: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,9 +108,7 @@ def _scaled_in_float32(scale: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _unfused(
-    active: Callable[[], Any], update: Callable[..., None], others: dict[str, Any]
-) -> Callable[..., None]:
+def _unfused(update: Callable[..., None], others: dict[str, Any]) -> Callable[..., None]:
     """Return a fused optimizer's operator, which takes lists of parameters, gradients and states."""
 
     def call(
@@ -150,8 +121,7 @@ def _unfused(
         elif is_first_step:  # the momenta have no values yet
             torch._foreach_zero_(states[0])  # pyright: ignore[reportPrivateImportUsage]
             options["dampening"] = 0.0
-        with active():  # also for functions such as `item`, which are no operators
-            update(parameters, gradients, *states, foreach=True, **options, **others)
+        update(parameters, gradients, *states, foreach=True, **options, **others)
 
     return call
 
@@ -162,16 +132,6 @@ def _tensor_of(array: Any) -> Any:
     return torchax.interop.torch_view(array)
 
 
-def _to_torch(tensor: Any) -> torch.Tensor:
-    return plain_tensor(on_host(tensor.jax())) if on_jax(tensor) else tensor
-
-
-def _in_program() -> bool:
-    """Return whether an array that is made now has no value, since JAX is tracing a program."""
-    # `upstream.is_tracing` is true also while JAX computes a gradient, which may draw random numbers.
-    return is_traced(jnp.zeros(()))
-
-
 def _attention(torchax_attention: Callable[..., Any]) -> Callable[..., Any]:
     """Return torch's `scaled_dot_product_attention` as a function of JAX arrays (..., H, S, D).
 
@@ -180,15 +140,22 @@ def _attention(torchax_attention: Callable[..., Any]) -> Callable[..., Any]:
     `torchax_attention` runs, torchax's own function, which takes and returns torchax's tensors.
     """
 
-    @functools.wraps(F.scaled_dot_product_attention)
-    def call(q: Any, k: Any, v: Any, attn_mask: Any = None, *args: Any, **options: Any) -> Any:
-        # Plain attention is without dropout, causal mask and grouped heads: their options are 0 or False. A
-        # call that passes one of them by position (`args`) is left to torchax's function.
-        is_plain = not args and not any(value for name, value in options.items() if name != "scale")
-        if is_plain and _kernel_takes(q, k, v, attn_mask):
-            return _attend(q, k, v, attn_mask, options.get("scale"))
-        q, k, v, attn_mask = (None if x is None else _tensor_of(x) for x in (q, k, v, attn_mask))
-        return torchax_attention(q, k, v, attn_mask, *args, **options).jax()
+    def call(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        is_plain = not (dropout_p or is_causal or enable_gqa)
+        if is_plain and _kernel_takes(query, key, value, attn_mask):
+            return _attend(query, key, value, attn_mask, scale)
+        tensors = (None if x is None else _tensor_of(x) for x in (query, key, value, attn_mask))
+        options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        return torchax_attention(*tensors, **options).jax()
 
     return call
 
@@ -230,39 +197,3 @@ def _attend(query: Any, key: Any, value: Any, mask: Any, scale: float | None) ->
     padded_NSHD = jax_kernels.attention(q, k, v, scale=scale)
     y_NSHD = padded_NSHD[..., : value.shape[-1]]
     return jnp.moveaxis(y_NSHD, 2, 1).reshape(*query.shape[:-1], value.shape[-1])
-
-
-def _drawn_on_host(draw: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """Return a function of torchax's tensors that has torch draw random numbers on the CPU.
-
-    `draw` is a function of torch, or an operator, of which those that end in "_" or "_like" need only the
-    shape, dtype and strides of their first tensor.
-    """
-
-    @functools.wraps(draw)
-    def call(*args: Any, **options: Any) -> Any:
-        name = draw.__name__
-        if _in_program():
-            raise RandomInTraceError(f"{name} draws random numbers, which no program on JAX does")
-        target = args[0] if name.endswith("_") else options.pop("out", None)
-        requires_grad = options.pop("requires_grad", False)
-        for option in ("layout", "pin_memory"):  # they tell of the tensor on JAX, not of the numbers
-            options.pop(option, None)
-        device = options.pop("device", None)
-        stays_on_host = device is not None and torch.device(device).type == "cpu"
-        with no_dispatch(), torch._C.DisableTorchFunction():  # torch's own, even if torchax is on
-            if name.endswith(("_", "_like")):
-                layout = layout_of(args[0])
-                empty = torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype)
-                args = (empty, *args[1:])
-            args, options = pytree.tree_map_only(torch.Tensor, _to_torch, (args, options))
-            numbers = draw(*args, **options)
-        if stays_on_host:
-            return numbers.requires_grad_(requires_grad)
-        result = _tensor_of(jnp.array(host_array(numbers)))
-        if target is not None:
-            return target.copy_(result)
-        set_strides(result, numbers)
-        return result.requires_grad_(requires_grad)
-
-    return call

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from cogvideox_torchax.runtime.bridge import array_of, on_accelerator, tensor_of
-from cogvideox_torchax.runtime.environment import import_torchax
+from cogvideox_torchax.runtime.device import import_torchax
 from cogvideox_torchax.runtime.host import on_jax
 
 Function = Callable[..., Any]
@@ -59,11 +59,6 @@ class _Differentiated(torch.autograd.Function):
         (gradient,) = gradients  # one for each result of `forward`, so a single one
         # The two None are for `function` and `run`, which have no gradients.
         return None, None, *map(tensor_of, pull_back(array_of(gradient)))
-
-
-def differentiated(function: Function, *tensors: torch.Tensor) -> torch.Tensor:
-    """Call a JAX function on torchax tensors; the result has gradients for tensors that require them."""
-    return _Differentiated.apply(function, None, *tensors)  # pyright: ignore[reportReturnType]
 
 
 def differentiable(

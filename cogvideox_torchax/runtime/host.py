@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from cogvideox_torchax import upstream
+from cogvideox_torchax.runtime.user_checks import without_jax_checks
 
 TPU = "tpu"
 """The name of TorchTPU's device, and of its compiler for `torch.compile`."""
@@ -75,9 +76,41 @@ def host_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def on_host(array: Any) -> np.ndarray:
-    """Return a JAX array as a new NumPy array; if other processes hold parts of it, all must call this."""
-    if upstream.is_traced(array) or array.is_fully_addressable or array.is_fully_replicated:
-        return np.array(array)  # for a traced array this is JAX's error
+    """Return an array as a new NumPy array; if other processes hold parts of it, all must call this."""
+    # A NumPy array may be a weight that waits on the host. For a traced array `np.array` raises JAX's error.
+    is_numpy = isinstance(array, np.ndarray)
+    if is_numpy or upstream.is_traced(array) or array.is_fully_addressable or array.is_fully_replicated:
+        return np.array(array)
     from jax.experimental import multihost_utils
 
     return np.array(multihost_utils.process_allgather(array, tiled=True))
+
+
+HOST_MEMORY = "pinned_host"
+"""JAX's name of the part of the host's memory that a device reads and writes by itself."""
+
+
+def is_in_host_memory(array: Any) -> bool:
+    """Return whether an array is in the host's memory: a NumPy array, or one in `HOST_MEMORY`."""
+    return isinstance(array, np.ndarray) or (
+        not upstream.is_traced(array) and array.sharding.memory_kind == HOST_MEMORY
+    )
+
+
+@without_jax_checks
+def on_default_device(_name: str, array: Any) -> Any:
+    """Return a NumPy array as a copy on JAX's default device, and a JAX array unchanged.
+
+    A JAX array in the host's memory is copied to the memory of its devices.
+    """
+    # This is the `place` of `put_weights` for a single device. A mesh's may look at the weight's name.
+    import jax
+    import jax.numpy as jnp
+
+    if not isinstance(array, jax.Array):
+        return jnp.array(array)
+    if not is_in_host_memory(array):
+        return array
+    device = next(iter(array.sharding.device_set))
+    moved = jax.device_put(array, array.sharding.with_memory_kind(device.default_memory().kind))
+    return upstream.uncommitted(moved)

@@ -62,13 +62,3 @@ def _free_memory(devices: int) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices
     lines = MEMINFO.read_text().splitlines()  # such as "MemAvailable:   12345678 kB"
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")) // devices
-
-
-def host_peak_bytes() -> int | None:
-    """Return this process's peak memory in bytes, not counting its parent's; None off Linux."""
-    status = Path("/proc/self/status")
-    if not status.is_file():
-        return None
-    # Such as "VmHWM:   12345 kB". `getrusage` is of no use here: a child's peak starts from its parent's.
-    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024

@@ -9,9 +9,8 @@ from torch import nn
 
 from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime.bridge import is_on_jax, to_torch
-from cogvideox_torchax.runtime.environment import active, without_torchax
-from cogvideox_torchax.runtime.host import device_and_dtype, is_jax_device
-from cogvideox_torchax.runtime.weights import on_default_device, put_weights, replace_weights
+from cogvideox_torchax.runtime.host import device_and_dtype, is_jax_device, on_default_device
+from cogvideox_torchax.runtime.weights import put_weights, replace_weights
 
 
 def save_as_stock(model: nn.Module) -> None:
@@ -67,8 +66,7 @@ class CopiesWithoutPrograms:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = object.__new__(type(self))
         memo[id(self)] = copied
-        # With torchax on, plain tensors, which a model may hold beside its weights, could not be copied.
-        vars(copied).update(without_torchax(copy.deepcopy, self._state(), memo))
+        vars(copied).update(copy.deepcopy(self._state(), memo))
         return copied
 
 
@@ -101,7 +99,7 @@ class PortedModel(CopiesWithoutPrograms, nn.Module):
         return self._mesh
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Move or cast the model as torch does, whether or not torchax is on.
+        """Move or cast the model as torch does.
 
         Tied weights stay tied. Weights moved to "cpu" are copies, which share no memory with JAX's arrays.
         """
@@ -113,8 +111,20 @@ class PortedModel(CopiesWithoutPrograms, nn.Module):
             return self
         if device is not None and torch.device(device).type == "cpu":
             # The weights become plain tensors, of which torch's own `to` below only changes the dtype.
-            without_torchax(replace_weights, self, to_torch)
+            replace_weights(self, to_torch)
         return super().to(*args, **kwargs)
+
+    def enable_group_offload(self, *args: Any, **kwargs: Any) -> None:
+        self._in_pytorch("enable_group_offload", "call pipe.enable_model_cpu_offload()")(*args, **kwargs)
+
+    def enable_layerwise_casting(self, *args: Any, **kwargs: Any) -> None:
+        self._in_pytorch("enable_layerwise_casting", "call it before port")(*args, **kwargs)
+
+    def _in_pytorch(self, method: str, instead: str) -> Any:
+        """Return a method of diffusers that changes weights in PyTorch, or raise if they are on JAX."""
+        if is_on_jax(self):
+            raise ValueError(f"{method} is for a model in PyTorch: {instead}")
+        return getattr(super(), method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; on JAX the call that `model.compile()` made is left out, as XLA compiles."""
@@ -149,8 +159,7 @@ class PortedModel(CopiesWithoutPrograms, nn.Module):
         return on_default_device(name, array)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        # torch moves and casts by this method, also for calls such as `half()`. torchax must be on for it.
-        with active() if is_on_jax(self) else contextlib.nullcontext(), self.in_use():
+        with self.in_use():  # torch moves and casts by this method, also for calls such as `half()`
             return super()._apply(fn, recurse)
 
     def cpu(self) -> Any:

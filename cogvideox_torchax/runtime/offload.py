@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from cogvideox_torchax import upstream
-from cogvideox_torchax.runtime.bridge import array_of, on_jax
+from cogvideox_torchax.runtime.bridge import array_of
+from cogvideox_torchax.runtime.host import HOST_MEMORY, is_in_host_memory, on_jax
 from cogvideox_torchax.runtime.user_checks import without_jax_checks
-from cogvideox_torchax.runtime.weights import HOST_MEMORY, is_in_host_memory, named_tensors, put_weights
+from cogvideox_torchax.runtime.weights import named_tensors, put_weights
 
 
 class Offload:

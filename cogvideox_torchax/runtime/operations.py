@@ -6,7 +6,7 @@ from typing import Any
 
 from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime import bridge
-from cogvideox_torchax.runtime.environment import import_torchax
+from cogvideox_torchax.runtime.device import import_torchax
 from cogvideox_torchax.runtime.user_checks import jax_checks_off
 
 

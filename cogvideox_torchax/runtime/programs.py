@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from cogvideox_torchax.runtime.bridge import array_of, as_array, tensor_of
-from cogvideox_torchax.runtime.environment import import_torchax
+from cogvideox_torchax.runtime.device import import_torchax, tracing
 from cogvideox_torchax.runtime.executables import Executables
 from cogvideox_torchax.runtime.host import on_jax
 from cogvideox_torchax.runtime.layers import check_no_global_hooks, is_profiling, named_layers
@@ -87,10 +87,11 @@ class Programs:
             program = build(network)
             entries.insert(0, (snapshot, program))
             if len(entries) > self.KEPT:
-                del entries[self.KEPT :]  # the one not asked for the longest
-                if not self._has_warned:
+                _, dropped = entries.pop()  # the one not asked for the longest
+                was_compiled = getattr(dropped, "untraceable", "no program") is None
+                if was_compiled and not self._has_warned:
                     logger.warning(EVICTED, type(network).__name__, self.KEPT)
-                self._has_warned = True
+                    self._has_warned = True
             if len(self._kept) > self.KINDS:
                 del self._kept[next(iter(self._kept))]  # the key not asked for the longest
             return program
@@ -176,7 +177,7 @@ class TorchNetwork:
         watching = place.watching(network, **watching_options)
         # One thread traces at a time (`TRACING`). While a profile is recorded, `named_layers` names the
         # program's instructions after the layers.
-        with TRACING, named_layers(network), watching, precision, warnings.catch_warnings():
+        with TRACING, tracing(), named_layers(network), watching, precision, warnings.catch_warnings():
             # torch's int64 becomes JAX's int32, which positions and token ids fit into.
             warnings.filterwarnings("ignore", "Explicitly requested dtype int64")
             return call(weights, (inputs, cache))

@@ -16,7 +16,6 @@ from torch import nn
 
 from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime.bridge import to_torch
-from cogvideox_torchax.runtime.environment import without_torchax
 from cogvideox_torchax.runtime.models import UNTRACED_ATTRIBUTES, PortedModel
 from cogvideox_torchax.runtime.weights import replace_weights
 
@@ -173,5 +172,5 @@ def host_skeleton(module: Module) -> Module:
 def _with_weights(module: Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Module:
     """Return a skeleton of a module tree, in which `make(weight)` replaces each weight."""
     copied = skeleton(module)
-    without_torchax(replace_weights, copied, make)
+    replace_weights(copied, make)
     return copied

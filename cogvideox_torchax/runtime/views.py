@@ -9,7 +9,6 @@ A tensor's *layout* is a tensor on torch's "meta" device, which has no values. I
 say where in the storage each element of the tensor lies.
 """
 
-import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,14 +20,18 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
-from cogvideox_torchax.runtime.host import PLAIN, device_and_dtype, on_jax
-from cogvideox_torchax.runtime.user_checks import without_jax_checks
+from cogvideox_torchax.runtime.host import (
+    PLAIN,
+    device_and_dtype,
+    is_in_host_memory,
+    is_jax_device,
+    on_default_device,
+    on_jax,
+)
 from cogvideox_torchax.upstream import is_traced
 
-DRAWS = (torch.randn, torch.rand, torch.randint)
-"""torch's functions that draw random numbers from a shape alone."""
-STORAGE, LAYOUT, ARRAY = "_storage", "_layout", "_array"
-"""Attributes of a torchax tensor: its `_Storage`, its layout, and its array."""
+STORAGE, LAYOUT, ARRAY, KNOWN = "_storage", "_layout", "_array", "_known"
+"""Attributes of a torchax tensor: its `_Storage`, its layout, its array, its values on the host."""
 
 
 class _Storage:
@@ -60,6 +63,7 @@ class _Storage:
         others = [reference() for reference in list(self._tensors.values())]
         others = [tensor for tensor in others if tensor is not source and self.has(tensor)]
         for tensor in others:
+            vars(tensor).pop(KNOWN, None)
             if _are_alike(vars(tensor)[LAYOUT], layout):  # as a `detach()` is
                 vars(tensor)[ARRAY] = new
         others = [tensor for tensor in others if vars(tensor)[ARRAY] is not new]
@@ -77,7 +81,7 @@ class _Storage:
                     f"{attributes[ARRAY].dtype}, which JAX cannot do: write into a clone()"
                 )
             places = _places(attributes[LAYOUT])
-            # Not by `tensor._elem = ...`, which would call this method again (`share_views`).
+            # Not by `tensor._elem = ...`, which would call this method again (`_write`).
             attributes[ARRAY] = jnp.where(is_written[places], storage[places], attributes[ARRAY])
 
 
@@ -106,7 +110,7 @@ def _is_contiguous(tensor: torch.Tensor) -> bool:
     return not is_laid_out or layout_of(tensor).is_contiguous()
 
 
-def _ordered(options: dict[str, Any]) -> dict[str, Any]:
+def ordered(options: dict[str, Any]) -> dict[str, Any]:
     """Return the option by which a caller orders a new tensor's memory otherwise than its source's is."""
     is_other = options.get("memory_format") not in (None, torch.preserve_format)
     return {"memory_format": options["memory_format"]} if is_other else {}
@@ -167,154 +171,147 @@ def _places(layout: torch.Tensor) -> Any:
     return jnp.broadcast_to(sum(steps, jnp.asarray(layout.storage_offset())), layout.shape)
 
 
-def share_views(torchax: Any) -> None:
-    """Have the views of torchax's tensors share their values.
+def share_views(tensor_class: Any, slice_class: Any) -> None:
+    """Have the views of torchax's tensors share their values, by the attributes of their classes.
 
-    torchax runs each operation by `Environment.dispatch`, and each write sets a tensor's `_elem`, its array.
-    So the first is replaced by `call`, and the second by a property that calls `write`. torchax has two
-    classes: `Tensor`, and `View` for a slice by brackets, which writes into its parent by itself.
+    Each write sets a tensor's `_elem`, its array, which becomes a property that calls `_write`. torchax's
+    second class, for a slice by brackets, writes into its parent by itself.
     """
-    tensor_class, slice_class = torchax.tensor.Tensor, torchax.view.View
-    dispatch = torchax.tensor.Environment.dispatch
-    torchax_detach = vars(tensor_class)["detach"]
-
-    def write(self: Any, array: Any) -> None:
-        """Set a tensor's array, and update the tensors that share its storage.
-
-        An array of another shape or dtype is no write into the storage: the tensor leaves it, as in torch.
-        """
-        attributes = vars(self)
-        old = attributes.get(ARRAY)
-        attributes[ARRAY] = array if old is None or old is array else written(array)
-        if STORAGE not in attributes or old is None or old is array:
-            return
-        if (old.shape, old.dtype) == (array.shape, array.dtype):
-            attributes[STORAGE].write(self)
-        else:
-            del attributes[STORAGE], attributes[LAYOUT]
-
-    def share(source: Any, results: Any, operation: Callable[[torch.Tensor], Any]) -> None:
-        """Add those results of an operation that are views to the storage of its input `source`.
-
-        `operation` runs once more, on the layout of `source`. torch returns a view of this layout exactly for
-        the results that are views: a `reshape`, for example, copies what it cannot view. The views' layouts
-        are the results' layouts.
-        """
-        with no_dispatch(), torch._C.DisableTorchFunction():
-            layout = layout_of(source)
-            try:
-                result_layouts = operation(layout)
-            except RuntimeError:
-                # These strides forbid a view. The caller asked for a `reshape`: torch makes a `view` of it,
-                # as it takes torchax's tensors for contiguous. In PyTorch it copies, so nothing is shared.
-                return
-        while isinstance(source, slice_class):
-            source = source.parent  # which holds the array and the storage
-        # A result is a view if its layout has the storage of `source`'s layout; `_cdata` is this storage's
-        # address. Left out are slices, which write into their parents by themselves; `source` itself; and a
-        # result to which torchax gives another shape than torch does, so that the layout does not fit.
-        storage_id = layout.untyped_storage()._cdata
-        for result, result_layout in zip(_tensors(results), _tensors(result_layouts), strict=True):
-            if (
-                result_layout.untyped_storage()._cdata == storage_id
-                and isinstance(result, tensor_class)
-                and result is not source
-                and result_layout.shape == result.shape
-            ):
-                vars(source)[STORAGE].add(result, result_layout)
-
-    def keep_strides(func: Any, args: Any, options: dict[str, Any], results: Any) -> None:
-        """Give the new tensors that an operation returns the strides that PyTorch gives them."""
-        with no_dispatch(), torch._C.DisableTorchFunction():
-            sources: list[Any] = _tensors_in(args, options)
-            # A program draws no random numbers, so that the order of its tensors' memory does not matter.
-            if (all(map(_is_contiguous, sources)) and not _ordered(options)) or any(
-                is_traced(source.jax()) for source in sources if on_jax(source)
-            ):
-                return
-            if func is torch.Tensor.to:
-                func, args, options = torch.empty_like, args[:1], _ordered(options)
-            args, options = pytree.tree_map_only(torch.Tensor, layout_of, (args, options))
-            try:
-                layouts = func(*args, **options)
-            except Exception:  # the operation reads values, which a layout has not
-                return
-            for result, layout in zip(_tensors(results), _tensors(layouts), strict=True):
-                if isinstance(result, tensor_class):
-                    set_strides(result, layout)
-
-    @functools.wraps(dispatch)
-    @without_jax_checks
-    def call(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation by torchax; results that are views of its first argument then share its values."""
-        source: Any = args[0] if args else None
-        options = kwargs or {}
-        if isinstance(func, torch._ops.OpOverload):
-            name = func.overloadpacket.__name__
-            if _makes_host_tensor(func, args, options):
-                with no_dispatch():
-                    return func(*args, **options)
-            if name.startswith("_foreach_"):  # torch computes it by one operation for each tensor
-                with self._dispatch_mode:
-                    return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **options)
-        out: Any = options.get("out")
-        if func in DRAWS and on_jax(out):  # `torch.randn(3, out=x)` names no device
-            options = kwargs = {"device": "jax"} | options
-        from_host = func is torch.Tensor.to and type(source) in PLAIN
-        # torchax takes every other device, such as "cuda", for JAX.
-        if from_host and str(device_and_dtype(args[1:], options)[0]).partition(":")[0] in ("None", "cpu"):
-            with no_dispatch(), torch._C.DisableTorchFunction():
-                return func(*args, **options)
-        order = _ordered(options)  # torchax takes options out as it reads them
-        if not isinstance(source, (tensor_class, slice_class)):
-            result = dispatch(self, func, types, args, kwargs)
-            if isinstance(result, tensor_class) and (order or from_host):
-                set_strides(result, source, **order)
-            return result
-        if func is torch.Tensor.contiguous and (STORAGE in vars(source) or options or args[1:]):
-            # torchax takes every tensor for contiguous, and would return a view where torch copies. Only a
-            # tensor with a storage may be a view, and so not contiguous.
-            wanted: Any = (*args[1:], *options.values(), torch.contiguous_format)[0]
-            is_contiguous = layout_of(source).is_contiguous(memory_format=wanted)
-            return source if is_contiguous else source.clone(memory_format=wanted)
-        try:
-            result = dispatch(self, func, types, args, kwargs)
-        except torchax.tensor.OperatorNotFound:
-            # torchax lacks some operators that write into their input, such as `logical_and_`.
-            if not isinstance(func, torch._ops.OpOverload) or not name.endswith("_"):
-                raise
-            with self._dispatch_mode:
-                return source.copy_(getattr(torch.ops.aten, name.removesuffix("_"))(*args, **options))
-        if func is torch.Tensor.to and result is source and (order or _asks_for_a_copy(args, options)):
-            return source.clone(**order)
-        # torch marks its operators that return views, but for `tensor_split`.
-        if getattr(func, "is_view", False) or func is torch.tensor_split:
-            share(source, result, lambda layout: func(layout, *args[1:], **options))
-        elif isinstance(func, torch._ops.OpOverload) or func is torch.Tensor.to:
-            keep_strides(func, args, options, result)
-        return result
+    tensor_class._elem = property(operator.attrgetter(ARRAY), _write)  # each call reads a thousand
+    tensor_class.jax = _array_for_operation
 
     def detach(self: Any) -> Any:
-        detached = torchax_detach(self)
-        share(self, detached, torch.Tensor.detach)
+        array = vars(self)[ARRAY]
+        detached = tensor_class(jax.lax.stop_gradient(array) if is_traced(array) else array, self._env)
+        _share(self, detached, torch.Tensor.detach)
         return detached
 
-    def set_data(self: Any, other: Any) -> None:
-        """Give the tensor another storage, that of a new array; its views keep the old one."""
-        for name in (STORAGE, LAYOUT):
-            vars(self).pop(name, None)
-        vars(self)[ARRAY] = other.jax()
-
-    torchax.tensor.Environment.dispatch = call
-    tensor_class._elem = property(operator.attrgetter(ARRAY), write)  # each call reads a thousand
     tensor_class.detach = detach
-    tensor_class.data = property(detach, set_data)  # torchax's getter returns the tensor itself
+    tensor_class.data = property(detach, _set_data)  # torchax's getter returns the tensor itself
     for kind in (tensor_class, slice_class):
         kind.is_meta = False  # of a tensor on torch's "meta" device, `nn.init.orthogonal_` fills nothing
         # torch's reads the shape that a tensor was made with, which `t_` has changed since.
         kind.view_as = lambda self, other: self.view(other.shape)
     del tensor_class.flatten  # torchax's makes an independent array, and takes no negative axes but -1
     tensor_class.type_as = lambda self, other: self.to(other.dtype)  # torchax's changes its input
+
+
+def _array_for_operation(tensor: Any) -> Any:
+    """Return a tensor's array; of one that waits in the host's memory a copy on its devices."""
+    array = vars(tensor)[ARRAY]
+    return on_default_device("", array) if is_in_host_memory(array) else array
+
+
+def waits(tensor: Any) -> bool:
+    """Return whether a tensor on JAX waits in the host's memory, as with offload."""
+    return ARRAY in vars(tensor) and is_in_host_memory(vars(tensor)[ARRAY])
+
+
+def _write(tensor: Any, array: Any) -> None:
+    """Set a tensor's array, and update the tensors that share its storage.
+
+    An array of another shape or dtype is no write into the storage: the tensor leaves it, as in torch.
+    """
+    attributes = vars(tensor)
+    attributes.pop(KNOWN, None)
+    old = attributes.get(ARRAY)
+    attributes[ARRAY] = array if old is None or old is array else written(array)
+    if STORAGE not in attributes or old is None or old is array:
+        return
+    if (old.shape, old.dtype) == (array.shape, array.dtype):
+        attributes[STORAGE].write(tensor)
+    else:
+        del attributes[STORAGE], attributes[LAYOUT]
+
+
+def _set_data(tensor: Any, other: Any) -> None:
+    """Give the tensor another storage, that of a new array; its views keep the old one."""
+    for name in (STORAGE, LAYOUT, KNOWN):
+        vars(tensor).pop(name, None)
+    vars(tensor)[ARRAY] = other.jax()
+
+
+def as_in_torch(func: Any, args: Any, options: Any, result: Any) -> Any:
+    """Return an operation's result as PyTorch has it: a view shares its values, a copy has its strides."""
+    source: Any = args[0] if args else None
+    if not isinstance(source, torch.Tensor) or not on_jax(source):
+        return result
+    is_move = func in (torch.Tensor.to, torch.ops.aten._to_copy.default)
+    if is_move and result is source:
+        is_copy = func is not torch.Tensor.to or ordered(options) or _asks_for_a_copy(args, options)
+        return source.clone(**ordered(options)) if is_copy else source
+    # torch marks its operators that return views, but for `tensor_split`.
+    if getattr(func, "is_view", False) or func is torch.tensor_split:
+        _share(source, result, lambda layout: func(layout, *args[1:], **options))
+    elif is_move or isinstance(func, torch._ops.OpOverload):
+        _keep_strides(func, args, options, result)
+    return result
+
+
+def is_there(source: Any, *args: Any, **options: Any) -> bool:
+    """Return whether `to` has nothing to do: PyTorch asks the wrapper, which says "meta"."""
+    device, dtype = device_and_dtype(args, options)
+    is_other = ordered(options) or _asks_for_a_copy((source, *args), options)
+    return not is_other and dtype in (None, source.dtype) and (device is None or is_jax_device(device))
+
+
+def contiguous(source: Any, *args: Any, **options: Any) -> Any:
+    """Return a tensor itself if its layout is contiguous, or else a copy; torchax takes each for one."""
+    wanted: Any = (*args, *options.values(), torch.contiguous_format)[0]
+    is_contiguous = layout_of(source).is_contiguous(memory_format=wanted)
+    return source if is_contiguous else source.clone(memory_format=wanted)
+
+
+def _share(source: Any, results: Any, operation: Callable[[torch.Tensor], Any]) -> None:
+    """Add those results of an operation that are views to the storage of its input `source`.
+
+    `operation` runs once more, on the layout of `source`. torch returns a view of this layout exactly for the
+    results that are views: a `reshape`, for example, copies what it cannot view. The views' layouts are the
+    results' layouts.
+    """
+    with no_dispatch(), torch._C.DisableTorchFunction():
+        layout = layout_of(source)
+        try:
+            result_layouts = operation(layout)
+        except RuntimeError:
+            # These strides forbid a view. The caller asked for a `reshape`: torch makes a `view` of it, as it
+            # takes torchax's tensors for contiguous. In PyTorch it copies, so nothing is shared.
+            return
+    while "view_info" in vars(source):
+        source = source.parent  # which holds the array and the storage
+    # A result is a view if its layout has the storage of `source`'s layout; `_cdata` is this storage's
+    # address. Left out are slices, which write into their parents by themselves; `source` itself; and a
+    # result to which torchax gives another shape than torch does, so that the layout does not fit.
+    storage_id = layout.untyped_storage()._cdata
+    for result, result_layout in zip(_tensors(results), _tensors(result_layouts), strict=True):
+        if (
+            result_layout.untyped_storage()._cdata == storage_id
+            and ARRAY in vars(result)
+            and result is not source
+            and result_layout.shape == result.shape
+        ):
+            vars(source)[STORAGE].add(result, result_layout)
+
+
+def _keep_strides(func: Any, args: Any, options: dict[str, Any], results: Any) -> None:
+    """Give the new tensors that an operation returns the strides that PyTorch gives them."""
+    with no_dispatch(), torch._C.DisableTorchFunction():
+        sources = [leaf for leaf in pytree.tree_leaves((args, options)) if isinstance(leaf, torch.Tensor)]
+        # A program draws no random numbers, so that the order of its tensors' memory does not matter.
+        if (all(map(_is_contiguous, sources)) and not ordered(options)) or any(
+            is_traced(source.jax()) for source in sources if on_jax(source)
+        ):
+            return
+        if func in (torch.Tensor.to, torch.ops.aten._to_copy.default):
+            func, args, options = torch.empty_like, args[:1], ordered(options)
+        args, options = pytree.tree_map_only(torch.Tensor, layout_of, (args, options))
+        try:
+            layouts = func(*args, **options)
+        except Exception:  # the operation reads values, which a layout has not
+            return
+        for result, layout in zip(_tensors(results), _tensors(layouts), strict=True):
+            if ARRAY in vars(result):
+                set_strides(result, layout)
 
 
 def _tensors(results: Any) -> Iterator[Any]:

@@ -1,6 +1,7 @@
 """Read, move and replace a module's parameters and buffers on JAX."""
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -8,10 +9,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from cogvideox_torchax.runtime.bridge import array_of, tensor_of
-from cogvideox_torchax.runtime.host import PLAIN, host_array, on_jax
+from cogvideox_torchax.runtime.bridge import array_of, as_array, tensor_of
+from cogvideox_torchax.runtime.host import PLAIN, host_array, on_default_device, on_jax, plain_tensor
 from cogvideox_torchax.runtime.user_checks import without_jax_checks
-from cogvideox_torchax.upstream import is_traced, replace_array, uncommitted
+from cogvideox_torchax.upstream import replace_array
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -57,36 +58,6 @@ def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
     replace_array(tensor, lambda _: array_of(value))
 
 
-HOST_MEMORY = "pinned_host"
-"""JAX's name of the part of the host's memory that a device reads and writes by itself."""
-
-
-def is_in_host_memory(array: Any) -> bool:
-    """Return whether an array is in the host's memory: a NumPy array, or one in `HOST_MEMORY`."""
-    return isinstance(array, np.ndarray) or (
-        not is_traced(array) and array.sharding.memory_kind == HOST_MEMORY
-    )
-
-
-@without_jax_checks
-def on_default_device(_name: str, array: Any) -> Any:
-    """Return a NumPy array as a copy on JAX's default device, and a JAX array unchanged.
-
-    A JAX array in the host's memory is copied to the memory of its devices.
-    """
-    # This is the `place` of `put_weights` for a single device. A mesh's may look at the weight's name.
-    import jax
-    import jax.numpy as jnp
-
-    if not isinstance(array, jax.Array):
-        return jnp.array(array)
-    if not is_in_host_memory(array):
-        return array
-    device = next(iter(array.sharding.device_set))
-    moved = jax.device_put(array, array.sharding.with_memory_kind(device.default_memory().kind))
-    return uncommitted(moved)
-
-
 def replace_weights(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace a module's parameters and buffers by `make(tensor)`, once for each tensor.
 
@@ -110,6 +81,60 @@ def put_weights(module: nn.Module, place: Callable[[str, Any], Any] = on_default
         return tensor_of(place(name, host_array(tensor)))
 
     _replace(module, put)
+
+
+@without_jax_checks
+def tie_weights(network: Any) -> None:
+    """Tie a network's weights as its class does, as far as they were tied: if they are equal on JAX.
+
+    Torch's own `to` unties those that it moves there. A weight on "meta", for which no file had a tensor,
+    becomes the one that it is to be tied to.
+    """
+    slots = [(owner, key, owner[key]) for _name, owner, key in _weight_slots(network)]
+    network.tie_weights()
+    for owner, key, old in slots:
+        new = owner[key]
+        if new.is_meta and not old.is_meta:  # a file has it under this name alone
+            for other, other_key, _old in slots:
+                if other[other_key] is new:
+                    other[other_key] = old
+        elif not (new is old or old.is_meta or _are_equal_on_jax(new, old)):
+            owner[key] = old
+
+
+def _are_equal_on_jax(*tensors: torch.Tensor) -> bool:
+    import jax
+
+    return all(map(on_jax, tensors)) and bool(jax.numpy.array_equal(*map(array_of, tensors)))
+
+
+def read_only(values: torch.Tensor) -> torch.Tensor:
+    """Return values that were written out, as a tensor that refuses writes, which would be lost."""
+    values.__class__ = _read_only_class(type(values))
+    return values
+
+
+def _writes(name: str) -> bool:
+    """Return whether a tensor's method writes into it, by its name: `add_`, `__setitem__` or `__iadd__`."""
+    return re.fullmatch(r".*[^_]_|__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow)__", name) is not None
+
+
+@functools.cache
+def _read_only_class(kind: Any) -> type[torch.Tensor]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ValueError(
+            "got a write into values that are written out of bits (weights in eight bits, GGUF), which it "
+            "would not reach: set the layer's weight to another parameter, or merge before port"
+        )
+
+    def reduce(values: torch.Tensor, protocol: Any) -> Any:
+        return plain_tensor(np.array(as_array(values))).__reduce_ex__(protocol)
+
+    members = dict.fromkeys(filter(_writes, dir(kind)), refuse)
+    data = property(lambda values: read_only(values.detach()), refuse)
+    disabled = torch._C._disabled_torch_function_impl  # so that results are tensors of torch's own class
+    others = {"data": data, "__reduce_ex__": reduce, "__torch_function__": disabled}
+    return type(kind.__name__, (kind,), members | others)
 
 
 # In inference mode torch would make parameters that nobody can train, and that take no in-place change.

@@ -6,8 +6,3 @@ Axes = str
 NCTHW: Axes = "NCTHW"
 NTHWC: Axes = "NTHWC"
 HWNTC: Axes = "HWNTC"
-
-
-def ordered(shape_NCTHW: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
-    """Return a shape (N, C, T, H, W) in another order of axes."""
-    return tuple(shape_NCTHW[NCTHW.index(letter)] for letter in axes)

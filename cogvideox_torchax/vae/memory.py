@@ -1,8 +1,8 @@
 """Tiles that are chosen by the free memory, or after memory has run out.
 
-The TPU compiler has planned the programs of CogVideoX-5b at 480 x 720 in bfloat16 (`cogvideox-torchax plan`).
-The tables below have the bytes that these programs take for each pixel of a frame. Other models are estimated
-in proportion to their channels and to the bytes of their numbers.
+The TPU's compiler has told the memory of the programs of CogVideoX-5b at 480 x 720 in bfloat16. The tables
+below have the bytes that these programs take for each pixel of a frame. Other models are estimated in
+proportion to their channels and to the bytes of their numbers.
 
 In this file, `vae` is the model, `direction` is `ENCODE` or `DECODE`, and `height` and `width` are the size
 of the frames in pixels. `frames` is the number of frames of the whole input, a video or latents, and `scale`

@@ -8,7 +8,6 @@ are the encoder's result, the means and log-variances of the latents. A step run
 Axis letters: N videos, C channels, T frames, t frames of a chunk, H rows, W columns. Tensors are NCTHW.
 """
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -198,25 +197,10 @@ class ChunkedVAE(PortedModel, DiffusersAutoencoder):
         """
         raise NotImplementedError
 
-    def forward(self, sample: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Encode a video and decode its latents; further arguments are those of diffusers."""
-        with self._torchax_on_for(sample):
-            return super().forward(sample, *args, **kwargs)
-
-    def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
-        """Encode a video (N, C, T, H, W) to its posterior, as diffusers' `encode` does."""
-        with self._torchax_on_for(x):
-            return super().encode(x, return_dict)
-
     @_checked(ENCODE)
     def _encode(self, x: torch.Tensor) -> torch.Tensor:
         """Return the means and log-variances of a video's posterior, for diffusers' `encode`."""
         return self._run(ENCODE, x)
-
-    def decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
-        """Decode latents (N, C, T, H, W) to frames, as diffusers' `decode` does."""
-        with self._torchax_on_for(z):
-            return super().decode(z, return_dict)
 
     @_checked(DECODE)
     def _decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
@@ -249,11 +233,6 @@ class ChunkedVAE(PortedModel, DiffusersAutoencoder):
                 runtime.fetch_async(part)
             parts = [runtime.to_torch(part) for part in parts]
         return tensors.concatenate(parts, 2)
-
-    def _torchax_on_for(self, x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which torchax is on if `x` is on JAX."""
-        check_is_tensor(x)
-        return runtime.active() if runtime.on_jax(x) else contextlib.nullcontext()
 
     def _tile_plan(
         self, direction: Direction, size: torch.Size, *, always: bool = False

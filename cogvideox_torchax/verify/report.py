@@ -34,7 +34,7 @@ def contracts_table(results: list[Result]) -> str:
             f"{result.backend} {result.dtype}",
             contract.name,
             f"{contract.measured:.3g}",
-            f"{contract.allowed:.3g}",
+            f"{'' if contract.exact else 'at most '}{contract.allowed:.3g}",
             "PASS" if contract.passed else "FAIL",
         )
         for result in results

@@ -23,7 +23,7 @@ from diffusers.training_utils import EMAModel
 from torch import nn
 from tqdm import tqdm
 
-from cogvideox_torchax import AutoencoderKLCogVideoX, enable, make_mesh, runtime
+from cogvideox_torchax import AutoencoderKLCogVideoX, make_mesh, runtime
 from cogvideox_torchax.files.faults import refuse
 from cogvideox_torchax.files.models import read_json
 from cogvideox_torchax.files.reports import write_text
@@ -60,7 +60,6 @@ def load_vae(args: argparse.Namespace) -> Any:
     if args.gradient_checkpointing:
         vae.enable_gradient_checkpointing()
     if args.device == "jax":
-        enable()
         if args.dp * args.tp > 1:
             vae.place_on(make_mesh(args.dp, args.tp))
     else:
@@ -233,7 +232,7 @@ class Training:
         Raises:
             ValueError: a checkpoint of a run with other options.
         """
-        checkpoint = runtime.without_torchax(torch.load, path)
+        checkpoint = torch.load(path)
         for name, value in options(self.args).items():
             was = checkpoint["options"][name]
             if resolved(was) != resolved(value):

@@ -1,6 +1,7 @@
 """Measurements: of one case and its reference, in processes, and in runs in which something goes wrong."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,9 @@ import torch
 import benchmarks.__main__ as command
 import jax_kernels
 from benchmarks import calibration, jobs, loading, measure, ops, report, runs, worker
-from benchmarks.estimate import chips
 from benchmarks.jobs import Budget, Size
 from benchmarks.loading import Case
-from cogvideox_torchax.plan import chips as plan_chips, networks
+from benchmarks.plan import chips, networks
 from jax_kernels.common.tiles import SWITCH, pallas_mode
 from tests.benchmarks.test_draw import GOOD, UNFIT, WRONG
 
@@ -110,11 +110,11 @@ def test_the_parts_of_a_job_are_estimated_without_a_device():
     kernel = Case("kernels group_norm", "torchax", jobs.row("kernels").small, dtype="bfloat16")
     assert measure.estimate(kernel, "v6e:1x1")["seconds"].keys() == {"group_norm"}
     decode = Case("decode", "torchax", Size("5b", 17, 96, 128), dtype="bfloat16")
-    devices = decode.mesh(chips.topology_devices("v6e:1x1"))
+    devices = decode.mesh(chips.topology_devices("v6e:1x1", schedules=True))
     assert [work.name for work in measure.works(decode, devices, chip)] == ["first", "later"]
     (step,) = measure.works(Case("step", "torchax", Size(jobs.TWO_LAYERS, 9, 64, 96)), devices, chip)
-    assert (step.layers, jobs.TWO_LAYERS in networks.TRANSFORMERS) == (2, False)
-    with pytest.raises(plan_chips.PlanError, match="published shapes alone"):
+    assert (step.about["network"], jobs.TWO_LAYERS in networks.TRANSFORMERS) == ("step, 2 layers", False)
+    with pytest.raises(chips.PlanError, match="published shapes alone"):
         measure.works(Case("step", "torchax", Size("small", 9, 64, 96)), devices, chip)
 
 
@@ -327,7 +327,10 @@ def test_backends_take_turns_a_failed_one_is_left_out_and_the_rounds_of_the_othe
     assert found[0]["flops"] == 10  # the reference's, as results are compared at the size that is timed
     begun = [f"{turn} of 9: decode of tiny, 9 x 16 x 24, by {way}" for turn, way in enumerate(ways * 3, 1)]
     unfit = [f"decode, {way}: does not fit: RESOURCE_EXHAUSTED" for way in ("torch", "flax")]
-    assert said == [*begun[:3], unfit[0], *begun[3:5], unfit[1], begun[6]]
+    assert "each measurement is a process of its own" in said[0]
+    assert all(re.search(r"; \d+ s so far$", line) for line in said[1:] if " of 9: " in line)
+    lines = [line.partition(";")[0] for line in said[1:]]
+    assert lines == [*begun[:3], unfit[0], *begun[3:5], unfit[1], begun[6]]
 
 
 def broken_group_norm(fault):
@@ -436,7 +439,7 @@ def test_what_there_is_not_is_one_line(arguments, words, monkeypatch, refused):
 
 @pytest.mark.usefixtures("two_kernels")
 def test_without_libtpu_one_line_stands_for_all_estimates(monkeypatch, run):
-    monkeypatch.setattr(plan_chips.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(chips, "installed", lambda package: None)
     found = run(MadeUp(TPU, always(GOOD)), "kernels", ways=("torchax",))
     assert "planning for a TPU needs its compiler" in found["not_estimated"]
     assert not any("estimate" in result for result in found["results"])
@@ -445,7 +448,7 @@ def test_without_libtpu_one_line_stands_for_all_estimates(monkeypatch, run):
 
 @pytest.mark.usefixtures("two_kernels")
 def test_the_port_is_estimated_on_the_host_for_the_topology_of_its_devices(run, monkeypatch):
-    monkeypatch.setattr(runs, "check_compiler", lambda: None)
+    monkeypatch.setattr(chips, "check_compiler", lambda topology: None)
 
     def answer(do, case, environment):
         if do != "estimate":
@@ -461,7 +464,7 @@ def test_the_port_is_estimated_on_the_host_for_the_topology_of_its_devices(run, 
 
 @pytest.mark.usefixtures("two_kernels", "in_an_empty_directory")
 def test_a_quick_run_has_small_jobs_of_the_port_alone_and_says_where_its_result_goes(monkeypatch, capsys):
-    monkeypatch.setattr(runs, "check_compiler", lambda: None)
+    monkeypatch.setattr(chips, "check_compiler", lambda topology: None)
 
     def answer(do, case, environment):
         if do == "estimate":
@@ -488,7 +491,7 @@ def test_a_quick_run_has_small_jobs_of_the_port_alone_and_says_where_its_result_
 
 @pytest.mark.usefixtures("two_kernels")
 def test_what_a_run_has_no_time_for_is_said_and_no_kernel_is_blamed(run, monkeypatch):
-    monkeypatch.setattr(runs, "check_compiler", lambda: None)
+    monkeypatch.setattr(chips, "check_compiler", lambda topology: None)
     clock = iter((0.0, 59.0, 61.0, 151.0))  # of the start, two measurements and an estimate
     monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     found = run(MadeUp(TPU, always(GOOD)), "kernels", ways=("torchax",), seconds=60)

@@ -51,6 +51,7 @@ def test_a_picture_shows_frames_from_the_first_to_the_last(tmp_path, monkeypatch
     said = []
     show = preview.preview_writer(torch.nn.Identity(), tmp_path / "steps.png", said.append)
     show(torch.linspace(-1, 1, 13).reshape(1, 13, 1, 1, 1).expand(1, 13, 1, 2, 2))
-    assert said == ["preview: a linear map of latents that explains 50% of colors"]
+    assert ["for CogVideoX-5b half a minute" in line for line in said] == [True, False]
+    assert said[1] == "preview: a linear map of latents that explains 50% of colors"
     middles = np.asarray(Image.open(tmp_path / "steps.png"))[3, 3::6, 0]
     assert np.abs(middles - np.array([0, 85, 170, 255])).max() < 20

@@ -182,8 +182,10 @@ def test_a_long_clip_is_read_while_it_is_encoded_and_gives_the_same(small, monke
 
 
 def test_tiles_of_one_clip_are_put_back_before_the_next_and_written_down(small, monkeypatch):
-    unit = EncodeClip(replace(small.config, tiling="8x12"))
+    follow = Mock(side_effect=lambda results, *_: results)
+    unit = EncodeClip(replace(small.config, tiling="8x12"), follow=follow)
     latents = unit(clip_of(small))
+    assert follow.call_args.args[1:] == (1, "encode in tiles of 8 x 12")
     assert latents.about["tiles"] == "8x12"
     assert not torch.equal(latents.tensor, small.wanted["a.mp4"].tensor)
     assert not unit.vae.use_tiling

@@ -178,7 +178,6 @@ WRONG = {
     "half an emoji": (r'{"path": "a.mp4", "caption": "cat \ud83d"}', [], "which UTF-8 cannot hold"),
     "nothing": ("", [], f"names no clips: a video ends in {', '.join(video.SUFFIXES)}; of pictures, make"),
     "tiles": (None, ["--tiling", "21x32"], "multiples of 4"),
-    "a bucket of two sides": (None, ["--buckets", "9x16x24,49x480"], "FRAMESxHEIGHTxWIDTH"),
     "a bucket": (None, ["--buckets", "9x18x24"], "a side of 18 pixels"),
     "a height": (None, ["--height", 18, "--width", 24], "a side of 18 pixels"),
     "windows of no length": (None, ["--windows"], "windows of no length: give buckets or a number of frames"),

@@ -43,7 +43,14 @@ def test_a_small_pipeline_runs_and_is_one_that_generate_takes(kind, options, mon
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 def test_text_to_video_on_a_mesh_writes_the_video(saved, monkeypatch, capsys):
-    given = ("--model", saved(), "--frames", 5, "--steps", 2)
+    given = (
+        "--model",
+        saved("text", "2b"),
+        "--frames",
+        5,
+        "--steps",
+        2,
+    )  # whose positions fix the text's length
     mesh = ("--dp", 2, "--tp", 4)
     run("text_to_video_on_a_mesh.py", monkeypatch, "a panda", *given, *mesh, "-o", "panda.mp4")
     assert "context over tp" in capsys.readouterr().out
@@ -53,9 +60,9 @@ def test_text_to_video_on_a_mesh_writes_the_video(saved, monkeypatch, capsys):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 def test_image_to_video_with_a_lora_differs_from_the_one_without(saved, monkeypatch):
-    small_pipelines.save_lora(small_pipelines.one_layer("image"), "lora")
+    small_pipelines.save_lora(small_pipelines.one_layer("image", "2b"), "lora")
     small_pipelines.picture().save("cat.png")
-    given = ("--model", saved("image"), "--lora", "lora", "--frames", 5, "--steps", 2, "-o", "cat.mp4")
+    given = ("--model", saved("image", "2b"), "--lora", "lora", "--frames", 5, "--steps", 2, "-o", "cat.mp4")
     run("image_to_video_with_a_lora.py", monkeypatch, "cat.png", "a panda", *given)
     with_it, without = read_all("cat.mp4"), read_all("cat-without.mp4")
     assert with_it.shape == without.shape == (1, 3, 5, 8, 16)
@@ -76,12 +83,13 @@ def test_a_folder_is_encoded_and_read_by_a_trainer_without_its_bad_clip(
 
 
 @pytest.mark.parametrize("server", [serve, stream_to_browser])
-def test_a_server_listens_on_the_loopback_interface_alone(server, monkeypatch, model_directory):
+def test_a_server_listens_on_the_loopback_interface_alone(server, monkeypatch, model_directory, saved):
     run = Mock()
-    monkeypatch.setattr(serve, "load_pipeline", Mock())
-    monkeypatch.setattr(serve, "description", Mock())  # the model is a VAE alone
+    monkeypatch.setattr(serve, "load_pipeline", lambda *_, **__: small_pipelines.one_layer())
     monkeypatch.setattr("uvicorn.run", run)
-    monkeypatch.setattr("sys.argv", ["server", "--model", str(model_directory)])
+    monkeypatch.setattr(
+        "sys.argv", ["server", "--model", saved() if server is serve else str(model_directory)]
+    )
     server.main()
     assert run.call_args.kwargs["host"] == "127.0.0.1"
 
@@ -149,6 +157,17 @@ def test_a_notebook_prints_what_pip_changes_and_asks_for_a_restart(
     first, *rest = capsys.readouterr().out.splitlines()
     assert first == f"{changed}: {had[changed]} is now 99"
     assert ["restart the session" in line for line in rest] == [True] * restarts
+
+
+@pytest.mark.parametrize("name", ["one_chip", "eight_chips"])
+def test_a_notebook_outside_a_checkout_takes_the_bundled_pipeline_of_the_installed_package(name, capsys):
+    cells = json.loads((EXAMPLES / "notebooks" / f"{name}.ipynb").read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    namespace = {"TINY": True, "CHECKOUT": Path("none"), "Path": Path, "sys": sys}
+    exec(compile(sources[1].partition("print(jax")[0], name, "exec"), namespace)
+    assert (namespace["MODEL"] / "model_index.json").is_file()
+    exec(compile(sources[-1], name, "exec"), namespace)
+    assert capsys.readouterr().out == "The measurement needs a checkout of the repository.\n"
 
 
 @pytest.mark.slow

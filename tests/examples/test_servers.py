@@ -10,7 +10,9 @@ import threading
 import time
 import urllib.request
 from fractions import Fraction
+from types import SimpleNamespace
 
+import numpy as np
 import openai
 import pytest
 import requests
@@ -28,10 +30,10 @@ from tests.reference import latents as made_up_latents
 
 
 @contextlib.contextmanager
-def served(app):
+def served(app, **options):
     """Run a server for a `with` block, which gets its address."""
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(app, **{"log_level": "error", **options}))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:
@@ -56,6 +58,7 @@ def page():
 
 
 SIZES = {"5x8x16": (5, 8, 16), "1x8x8": (1, 8, 8)}
+ADDRESSES = "/videos", "/v1/videos"
 
 pytestmark = [
     pytest.mark.usefixtures("torchax_off"),
@@ -71,15 +74,21 @@ def pipe():
 
 
 class Gated:
-    """A pipeline that waits after every step of a "slow" prompt, and fails for the prompt "bad"."""
+    """A pipeline that waits after every step of a "slow" prompt, and fails for "bad" and "exit"."""
 
     def __init__(self, pipe):
-        self.pipe, self.steps, self.prompts = pipe, threading.Semaphore(0), []
+        self.pipe, self.steps, self.prompts, self.options = pipe, threading.Semaphore(0), [], {}
+
+    def __getattr__(self, name):
+        return getattr(self.pipe, name)
 
     def __call__(self, prompt, *, callback_on_step_end, **options):
         self.prompts.append(prompt)
+        self.options = options
         if prompt == "bad":
-            raise ValueError("the prompt\nis bad")
+            raise ValueError("No such file: '/srv/models/bad'")
+        if prompt == "exit":
+            raise SystemExit
 
         def on_step_end(*given):
             changed = callback_on_step_end(*given)
@@ -91,6 +100,18 @@ class Gated:
 
     def open(self):
         self.steps.release(1000)  # more than any test waits for
+
+
+class Blank(Gated):
+    """A pipeline whose videos are black."""
+
+    def __call__(self, prompt, *, num_frames, height, width, **options):
+        self.prompts.append(prompt)
+        self.options = options
+        return SimpleNamespace(frames=[np.zeros((num_frames, height, width, 3))])
+
+    def set_progress_bar_config(self, **_):
+        pass
 
 
 @pytest.fixture
@@ -105,9 +126,35 @@ def app(gated, tmp_path):
 
 @pytest.fixture
 def client(app, gated):
-    with TestClient(app) as client:
+    with TestClient(app, "http://127.0.0.1", raise_server_exceptions=False) as client:
         yield client
         gated.open()
+
+
+class Client(requests.Session):
+    """Asks one server, whose pipeline is `gated`."""
+
+    def __init__(self, site, gated):
+        super().__init__()
+        self.site, self.gated = site, gated
+
+    def request(self, method, address, **options):
+        return super().request(method, self.site + address, **{"timeout": 60, **options})
+
+
+@pytest.fixture(scope="module")
+def shared(pipe, tmp_path_factory):
+    """Return a client of a server for many tests, with much room and black videos."""
+    blank = Blank(pipe)
+    app = serve.make_app(blank, SIZES, tmp_path_factory.mktemp("shared"), limit=1000, fps=8)
+    with served(app) as site, Client(site, blank) as client:
+        assert client.get("/health").json() == {"status": "ready"}
+        yield client
+
+
+def newest(client):
+    """Return the id of the last request that a server took, None for none."""
+    return client.get("/v1/videos?limit=1").json()["last_id"]
 
 
 def ask(client, prompt, **wanted):
@@ -137,7 +184,7 @@ def test_one_video_is_generated_at_a_time_and_tells_its_steps(client, gated, pip
     wait(client, first, state="done", step=3)
     wait(client, second, state="done", step=2, ahead=0)
     generator = torch.Generator().manual_seed(7)
-    size = {"num_frames": 5, "height": 8, "width": 16}
+    size = {"num_frames": 5, "height": 8, "width": 16, "max_sequence_length": 16}
     made = pipe("slow", **size, num_inference_steps=3, generator=generator, output_type="np")
     save_video(made.frames[0], tmp_path / "want.mp4", fps=8)
     assert client.get(f"{first}/file").content == (tmp_path / "want.mp4").read_bytes()
@@ -183,11 +230,13 @@ def test_a_video_that_is_cancelled_stops_after_its_step_and_the_next_one_runs(cl
     assert {path.stem for path in tmp_path.glob("*.mp4")} == {"warm"}
 
 
-def test_a_video_that_fails_says_so_in_a_line_and_the_next_one_runs(client):
-    first, second = ask(client, "bad"), ask(client, "a panda")
+@pytest.mark.parametrize(("prompt", "error"), [("bad", "ValueError"), ("exit", "SystemExit")])
+def test_a_video_that_fails_names_no_file_of_the_server_and_the_next_one_runs(client, prompt, error, caplog):
+    first, second = ask(client, prompt), ask(client, "a panda")
     wait(client, second, state="done")
-    assert client.get(first).json()["state"] == "failed: the prompt is bad"
+    assert client.get(first).json()["state"] == f"failed: {error}"
     assert client.get(f"{first}/file").status_code == 409
+    assert error in caplog.text, "the log has it all"
 
 
 def test_the_oldest_finished_videos_make_room(client, monkeypatch, tmp_path):
@@ -203,18 +252,284 @@ def test_the_oldest_finished_videos_make_room(client, monkeypatch, tmp_path):
     "wanted",
     [
         *({"size": "9x9x9"}, {"steps": 0}, {"prompt": ""}, {"seed": -1}, {"prompt": "x" * 4001}),
-        {"num_frames": 9},  # no field of that name
+        *({"seed": True}, {"seed": 42.5}, {"seed": 2**64}, {"steps": False}, {"seconds": True}),
+        {
+            "prompt": "a panda plays a guitar in a bamboo forest by the sea"
+        },  # more tokens than the model takes
+        {"prompt": None},
+        {"steps": 2, "num_inference_steps": 3},
+        {"input_reference": "a picture"},
     ],
 )
-def test_a_bad_request_is_refused_before_it_waits(client, gated, wanted):
-    assert client.post("/videos", json={"prompt": "a panda", **wanted}).status_code == 422
-    assert len(gated.prompts) == len(SIZES)
+def test_a_bad_request_is_refused_before_it_waits(shared, wanted):
+    before = newest(shared)
+    for address in ADDRESSES:
+        answer = shared.post(address, json={"prompt": "a panda", **wanted})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+        assert any(name in answer.json()["error"]["message"] for name in wanted)
+    assert newest(shared) == before
 
 
-def test_a_size_that_does_not_run_ends_the_server_before_it_listens(pipe, tmp_path):
+@pytest.mark.parametrize("address", ADDRESSES)
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"prompt": "\\ud800"}', "prompt"),
+        (b'{"prompt": "a", "\\ud800": 1}', "the body"),
+        (b'{"prompt": "a", "size": "\\ud800"}', "size"),
+        (b'{"prompt": "a", "seed": NaN}', "seed"),
+        (b'{"prompt": "a", "seed": 1e999}', "seed"),
+        (b'{"prompt": "a", "seed": -Infinity}', "seed"),
+        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "digits"),
+        (b'{"prompt": "a", "seed": 1, "seed": 2}', "'seed' twice"),
+        (b'{"prompt": "a", "num_frames": 9}', "prompt, size, seconds, steps, seed, model"),
+        (b'{"prompt": "a", "' + b"x" * 50_000 + b'": 1}', "no field"),
+        (b"{" + b",".join(b'"%d": 1, "%d": 1' % (i, i) for i in range(4000)) + b"}", "'0' twice"),
+        *((body, "the body: Input should be") for body in (b"[]", b"1", b"null", b'"a"')),
+        *((body, "neither an object") for body in (b"", b'{"prompt"', b"\xff", b"[" * 90_000)),
+    ],
+)
+def test_a_body_that_cannot_be_a_request_is_a_400_of_one_line_in_openai_s_form(shared, address, body, words):
+    answer = shared.post(address, data=body, headers={"Content-Type": "application/json"})
+    message = answer.json()["error"]["message"]
+    assert (answer.status_code, words in message, "\n" in message) == (400, True, False), message
+    assert len(message) < 300
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+@pytest.mark.parametrize(
+    ("body", "seed", "steps"),
+    [
+        ('{"prompt": "a panda", "seed": 42.0, "steps": 3.0, "size": null, "seconds": null}', 42, 3),
+        ('{"prompt": "a panda", "seed": null, "steps": null, "input_reference": null}', 0, 50),
+        ('{"prompt": "a panda", "seed": "18446744073709551615", "num_inference_steps": 2}', 2**64 - 1, 2),
+    ],
+)
+def test_what_a_table_writes_of_numbers_is_taken_and_null_is_absent(shared, address, body, seed, steps):
+    answer = shared.post(address, data=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code in (200, 201), answer.text
+    wait(shared, f"/videos/{answer.json()['id']}", state="done", steps=steps)
+    assert shared.gated.options["generator"].initial_seed() == seed
+    assert shared.gated.options["max_sequence_length"] == 16, "the model's"
+
+
+def form(*parts):
+    """Return a body of multipart/form-data with parts of (headers, value)."""
+    return b"".join(b"--x\r\n%s\r\n\r\n%s\r\n" % part for part in parts) + b"--x--\r\n"
+
+
+class Chunked:
+    """A body that is sent in chunks, without a length."""
+
+    def __init__(self, body):
+        self.body = body
+
+    def __iter__(self):
+        return (self.body[i : i + 50_000] for i in range(0, len(self.body), 50_000))
+
+
+PROMPT = b'Content-Disposition: form-data; name="prompt"', b"a panda"
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("", b'{"prompt": "a panda"}'),
+        ("application/x-www-form-urlencoded", b'{"prompt": "a panda"}'),  # what curl says of any body
+        ("Application/JSON; Charset=UTF-8", b'{"prompt": "a panda"}'),
+        ("Multipart/Form-Data; Boundary=x", form(PROMPT)),
+        ("multipart/form-data; boundary=x", Chunked(form(PROMPT))),
+    ],
+)
+def test_a_body_is_read_by_its_content_in_chunks_too(shared, address, kind, body):
+    answer = shared.post(address, data=body, headers={"Content-Type": kind} if kind else {})
+    assert answer.status_code in (200, 201), answer.text
+
+
+PICTURE = b'Content-Disposition: form-data; name="input_reference"; filename="a.png"'
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+@pytest.mark.parametrize(
+    ("headers", "body", "status", "words"),
+    [
+        ({}, Chunked(b"x" * 120_000), 413, "at most 100000 bytes"),
+        ({}, b"x" * 100_001, 413, "at most 100000 bytes"),
+        ({"Content-Encoding": "gzip"}, b"x", 415, "Content-Encoding"),
+        ({"Content-Type": "multipart/form-data; boundary=x"}, form(PROMPT, PROMPT), 400, "'prompt' twice"),
+        ({"Content-Type": "multipart/form-data; boundary=x"}, form((PICTURE, b"p")), 400, "input_reference"),
+        (
+            {"Content-Type": "multipart/form-data; boundary=x"},
+            form(PROMPT, (PICTURE, b"p" * 10_000_000)),
+            *(400, "input_reference"),
+        ),
+        ({"Content-Type": "multipart/form-data; boundary=x"}, form(PROMPT)[:40], 400, ""),
+        ({"Content-Type": "multipart/form-data"}, form(PROMPT), 400, "boundary"),
+        ({"Content-Type": "multipart/mixed; boundary=x"}, form(PROMPT), 400, "neither an object"),
+    ],
+)
+def test_a_body_that_is_not_taken_says_why(shared, address, headers, body, status, words):
+    before = newest(shared)
+    answer = shared.post(address, data=body, headers=headers)
+    assert (answer.status_code, words in answer.json()["error"]["message"]) == (status, True), answer.text
+    assert newest(shared) == before
+
+
+@pytest.mark.parametrize("header", ["Content-Type", "Content-Transfer-Encoding", "Content-Disposition"])
+def test_a_header_of_a_form_cannot_stop_the_server(shared, header):
+    begun, many = time.monotonic(), b";;" * 20_000
+    for name in (b"form-data", b'form-data; name="prompt"'):
+        body = form((b"%s: %s%s" % (header.encode(), name, many), b"a panda"))
+        for kind in (b"", many):
+            headers = {"Content-Type": b"multipart/form-data; boundary=x" + kind}
+            shared.post("/v1/videos", data=body, headers=headers)
+    assert time.monotonic() - begun < 2
+
+
+def test_a_body_that_does_not_come_is_given_up(app, monkeypatch):
+    monkeypatch.setattr(serve, "PATIENCE", 0.2)
+    with served(app) as site, half_sent(site) as sent:
+        assert b"408" in sent.recv(1000)
+
+
+@contextlib.contextmanager
+def half_sent(site):
+    """Send a part of a request's body; the block gets the connection."""
+    with socket.create_connection(("127.0.0.1", int(site.rpartition(":")[2])), timeout=30) as sent:
+        sent.sendall(b"POST /videos HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 90\r\n\r\n{")
+        time.sleep(0.2)
+        yield sent
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        *({"Origin": origin} for origin in ("https://evil.example", "null", "http://127.0.0.1.evil.example")),
+        *({"Host": host} for host in ("evil.example:8000", "127.0.0.1.evil.example", "[", "")),
+        {"Host": "evil.example", "Origin": "http://evil.example"},  # its name stands for this address
+    ],
+)
+def test_a_page_of_another_site_cannot_ask_for_videos(shared, site, upload, headers):
+    for client, body in ((shared, b'{"prompt": "a panda"}'), (Client(site, None), upload.read_bytes())):
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "application/json"):
+            sent = {"Content-Type": kind, "Host": "127.0.0.1:8000", **headers}
+            assert client.post("/videos", data=body, headers=sent).status_code == 403
+        assert client.get("/", headers=sent).status_code == 403
+        ours = {"Host": "localhost:9000", "Origin": "http://localhost:9000"}  # through a tunnel
+        assert client.post("/videos", data=body, headers=ours).status_code in (200, 201)
+
+
+def test_the_names_of_this_computer_and_of_the_host_option_are_ours(pipe, gated_vae, tmp_path):
+    for app in (
+        serve.make_app(pipe, SIZES, tmp_path, limit=2, fps=8, host="video.example"),
+        stream_to_browser.make_app(gated_vae, host="video.example"),
+    ):
+        client = TestClient(app)
+        for host in ("video.example", "video.example:80", "localhost", "[::1]:8000", "127.0.0.1:8000"):
+            assert client.get("/", headers={"Host": host, "Origin": f"http://{host}"}).status_code == 200
+    behind = serve.make_app(pipe, SIZES, tmp_path, limit=2, fps=8, token="secret")
+    foreign = {"Host": "a.example", "Origin": "https://b.example", "Authorization": "bearer secret"}
+    assert TestClient(behind).get("/v1/videos", headers=foreign).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "address", ["/", "/health", "/videos/ID", "/videos/ID/file", "/v1/videos", "/v1/videos/ID"]
+)
+def test_a_head_request_is_answered_as_a_get_request(shared, address):
+    id = ask(shared, "a panda").rpartition("/")[2]
+    wait(shared, f"/videos/{id}", state="done")
+    got = [shared.request(name, address.replace("ID", id)) for name in ("GET", "HEAD")]
+    assert [each.status_code for each in got] == [200, 200]
+    assert len({each.headers["Content-Length"] for each in got}) == 1
+
+
+@pytest.mark.parametrize(
+    ("address", "allowed"),
+    [
+        ("/", "GET, HEAD"),
+        ("/videos", "POST"),
+        ("/videos/x", "DELETE, GET, HEAD"),
+        ("/v1/videos", "GET, HEAD, POST"),
+        ("/v1/videos/x", "DELETE, GET, HEAD"),
+    ],
+)
+def test_a_method_that_is_not_there_is_told_the_others(shared, address, allowed):
+    answer = shared.put(address)
+    assert (answer.status_code, answer.headers["Allow"]) == (405, allowed)
+    assert answer.json()["error"]["message"]
+
+
+def test_an_error_that_nobody_foresaw_has_openai_s_form_and_a_removed_file_is_a_404(
+    client, tmp_path, monkeypatch
+):
+    address = ask(client, "a panda")
+    wait(client, address, state="done")
+    monkeypatch.setattr(serve, "FileResponse", lambda *_, **__: 1 / 0)
+    answer = client.get(f"/v1{address}/content")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+    for path in tmp_path.glob("*.mp4"):
+        path.unlink()
+    for name in (f"/v1{address}/content", f"{address}/file"):
+        answer = client.get(name)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (404, "invalid_request_error")
+
+
+def test_no_variant_but_the_video_is_sent(shared):
+    address = ask(shared, "a panda")
+    wait(shared, address, state="done")
+    answers = [
+        shared.get(f"/v1{address}/content?variant={name}") for name in ("video", "thumbnail", "spritesheet")
+    ]
+    assert [answer.status_code for answer in answers] == [200, 400, 400]
+    assert "variant" in answers[1].json()["error"]["message"]
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+def test_pages_of_videos_have_each_once_though_the_last_one_was_deleted(client, monkeypatch, order):
+    monkeypatch.setattr(serve, "KEPT", 100)
+    ids = []
+    for _ in range(7):
+        ids.append(ask(client, "a panda", size="1x8x8").rpartition("/")[2])
+        wait(client, f"/videos/{ids[-1]}", state="done")
+    seen, page = [], {"has_more": True, "last_id": ""}
+    while page["has_more"]:
+        page = client.get(f"/v1/videos?limit=2&order={order}&after={page['last_id']}").json()
+        seen += [video["id"] for video in page["data"]]
+        client.delete(f"/v1/videos/{page['last_id']}")
+    assert seen == (ids if order == "asc" else ids[::-1])
+    assert client.get(f"/v1/videos?after={ids[0]}").json()["data"] == []
+
+
+@pytest.mark.parametrize(
+    "query", ["limit=0", "limit=-1", "limit=abc", "limit=", "order=ASC", "after=x", "after=x-y"]
+)
+def test_a_list_that_cannot_be_asked_for_is_a_400_in_openai_s_form(shared, query):
+    answer = shared.get(f"/v1/videos?{query}")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert query.partition("=")[0] in answer.json()["error"]["message"]
+
+
+def test_each_of_several_sizes_with_equal_pixels_and_seconds_can_be_had(pipe, tmp_path):
+    sizes = {"5x8x16": (5, 8, 16), "9x8x16": (9, 8, 16), "1x8x8": (1, 8, 8)}
+    app = serve.make_app(Blank(pipe), sizes, tmp_path, limit=9, fps=8)
+    with TestClient(app, "http://127.0.0.1") as client:
+        for address in ADDRESSES:
+            for size, frames in (("9x8x16", 9), ("5x8x16", 5), ("16x8", 5), ("8x8", 1)):
+                made = client.post(address, json={"prompt": "a panda", "size": size}).json()
+                wait(client, f"/videos/{made['id']}", state="done")
+                video = client.get(f"/videos/{made['id']}/file").content
+                assert video_files.probe(video).num_frames == frames
+            refused = client.post(address, json={"prompt": "a panda", "size": "9x9"})
+            words = "5x8x16 (16x8, 1 seconds), 9x8x16 (16x8, 1 seconds), 1x8x8 (8x8, 0 seconds)"
+            assert refused.json()["error"]["message"].endswith(f"this server makes {words}")
+
+
+def test_a_size_that_does_not_run_ends_the_server_before_it_listens(pipe, tmp_path, caplog):
     app = serve.make_app(pipe, {"5x6x16": (5, 6, 16)}, tmp_path, limit=2, fps=8)
-    with pytest.raises(RuntimeError, match="5x6x16 failed: .*multiple"), TestClient(app):
+    with pytest.raises(RuntimeError, match="5x6x16 failed: ValueError"), TestClient(app):
         pass
+    assert "multiple" in caplog.text
 
 
 @pytest.fixture
@@ -239,7 +554,7 @@ def test_openai_s_client_makes_lists_downloads_and_deletes_videos(openai_client,
     found = video_files.probe(videos.download_content(made.id).read())
     assert (found.num_frames, found.height, found.width) == SIZES["5x8x16"]
     bad = videos.create_and_poll(prompt="bad", extra_body=more, poll_interval_ms=20)
-    assert (bad.status, bad.error.message) == ("failed", "failed: the prompt is bad")
+    assert (bad.status, bad.error.message) == ("failed", "failed: ValueError")
     assert [each.id for each in videos.list(limit=1)] == [bad.id, made.id], "in two pages"
     assert videos.delete(made.id).deleted
     with pytest.raises(openai.NotFoundError, match="no such video"):
@@ -249,11 +564,12 @@ def test_openai_s_client_makes_lists_downloads_and_deletes_videos(openai_client,
 @pytest.mark.parametrize(
     ("wanted", "status", "words"),
     [
-        ({"size": "9x9"}, 400, "this server makes size 16x8 with seconds 1, size 8x8 with seconds 0"),
+        ({"size": "9x9"}, 400, r"this server makes 5x8x16 \(16x8, 1 seconds\), 1x8x8"),
         ({"prompt": "x" * 4001}, 400, "at most 4000 characters"),
         ({"prompt": "x" * 200_000}, 413, "at most 100000 bytes"),
         ({"extra_body": {"seed": -1}}, 400, "greater than or equal to 0"),
         ({"input_reference": b"a picture"}, 400, "input_reference"),
+        ({"input_reference": b"a picture" * 1_000_000}, 400, "input_reference"),
     ],
 )
 def test_openai_s_client_gets_what_is_wrong_in_its_shape(openai_client, gated, wanted, status, words):
@@ -266,9 +582,12 @@ def test_openai_s_client_gets_what_is_wrong_in_its_shape(openai_client, gated, w
 def test_who_has_no_token_is_refused_but_for_the_health_address_and_a_full_queue_is_429(openai_client):
     site = str(openai_client.base_url).removesuffix("/v1/")
     assert requests.get(f"{site}/health").json() == {"status": "ready"}
-    for path in ("/", "/videos/x", "/v1/videos"):
-        assert requests.get(site + path).status_code == 401
-        assert requests.get(site + path, headers={"Authorization": "Bearer other"}).status_code == 401
+    assert requests.get(site).status_code == 200, "the page asks for the token"
+    for path in ("/videos/x", "/v1/videos"):
+        for wrong in ("", "Bearer", "Bearer other", "Basic secret", "secret"):
+            answer = requests.get(site + path, headers={"Authorization": wrong} if wrong else {})
+            assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
+        assert requests.get(site + path, headers={"Authorization": "bEARER secret"}).status_code != 401
     make = functools.partial(openai_client.videos.create, prompt="slow", extra_body={"steps": 2})
     with pytest.raises(openai.RateLimitError, match="1 videos are waiting"):
         [make() for _ in range(3)]
@@ -288,12 +607,32 @@ def test_a_browser_follows_a_prompt_cancels_it_and_plays_the_next(app, gated, pa
         gated.steps.release()
         page.fill("#prompt", "a panda")
         page.fill("#steps", "2")
+        page.fill("#seed", "18446744073709551615")
         page.click("#start")
         page.wait_for_function("document.getElementById('video').videoWidth === 16", timeout=60_000)
         page.evaluate("document.getElementById('video').play()")
         page.wait_for_function("document.getElementById('video').currentTime > 0")
         gated.open()
     assert gated.prompts[len(SIZES) :] == ["slow", "a panda"]
+    assert gated.options["generator"].initial_seed() == 2**64 - 1, "more bits than JavaScript's numbers have"
+
+
+@pytest.mark.slow
+def test_a_page_asks_for_the_token_and_says_what_is_wrong(pipe, tmp_path, page):
+    app = serve.make_app(Blank(pipe), SIZES, tmp_path, limit=1, fps=8, token="secret")
+    answers = iter(["wrong", "secret"])
+    page.on("dialog", lambda dialog: dialog.accept(next(answers)))
+    with served(app) as address:
+        page.goto(address)
+        page.fill("#prompt", "a panda")
+        page.click("#start")
+        page.wait_for_function("document.getElementById('video').videoWidth === 16", timeout=60_000)
+        page.fill("#prompt", "a panda plays a guitar in a bamboo forest by the sea")
+        page.click("#start")
+        page.wait_for_function("document.getElementById('said').textContent.includes('shorten it')")
+    page.click("#start")
+    page.wait_for_function("document.getElementById('said').textContent.includes('Failed to fetch')")
+    assert next(answers, None) is None
 
 
 def test_a_size_beyond_the_models_positions_is_refused_before_anything_is_loaded(saved, monkeypatch, capsys):
@@ -302,6 +641,65 @@ def test_a_size_beyond_the_models_positions_is_refused_before_anything_is_loaded
     with pytest.raises(SystemExit):
         serve.main()
     assert capsys.readouterr().err.endswith("at most height=8, width=16; try height=8, width=8\n")
+
+
+@pytest.fixture
+def started(monkeypatch, pipe, native_vae):
+    """Return a function that runs a server's `main`, and returns what its client finds."""
+    blank, loaded = Blank(pipe), SimpleNamespace(vae=native_vae)
+
+    def start(server, *arguments, find=lambda client: None):
+        found = []
+
+        def run(app, *, host, port, **options):
+            with served(app, **options) as site:
+                found.append(find(Client(site, blank)))
+
+        monkeypatch.setattr(server, "SHUTDOWN", 1)
+        monkeypatch.setattr("uvicorn.run", run)
+        monkeypatch.setattr("sys.argv", ["server", *arguments])
+        server.main()
+        return found[0]
+
+    monkeypatch.setattr(serve, "load_pipeline", lambda *_, **__: blank)
+    monkeypatch.setattr(stream_to_browser, "backend", lambda _: SimpleNamespace(load=lambda *_: loaded))
+    return start
+
+
+@pytest.mark.parametrize("bundled", [True, False])
+def test_a_model_is_served_at_its_size_by_its_name_and_the_bundled_one_in_its_way(started, saved, bundled):
+    def first(client):
+        made = client.post("/v1/videos", json={"prompt": "a panda"}).json()
+        found = wait(client, f"/videos/{made['id']}", state="done")
+        guidance = client.gated.options.get("guidance_scale")
+        return client.get("/").text, made["model"], made["size"], found["steps"], guidance
+
+    given = saved()
+    page, *made = started(serve, *(() if bundled else ("--model", f"{given}/")), find=first)
+    assert f"<option>{'9x64x96' if bundled else '5x8x16'}</option>" in page
+    name = given.rpartition("/")[2]
+    assert made == (["tiny-pipeline", "96x64", 20, 1.5] if bundled else [name, "16x8", 50, None])
+
+
+@pytest.mark.parametrize("server", [serve, stream_to_browser])
+def test_a_request_that_stands_still_does_not_keep_a_server_from_ending(server, started, saved):
+    with contextlib.ExitStack() as stack:
+
+        def send(client):
+            stack.enter_context(half_sent(client.site))
+            return time.monotonic()
+
+        assert time.monotonic() - started(server, "--model", saved(), find=send) < 8
+
+
+@pytest.mark.parametrize("token", ["geheim-ä", "two words", "line\n"])
+def test_a_token_that_no_header_can_have_ends_the_server(started, monkeypatch, token, capsys):
+    monkeypatch.setenv("COGVIDEOX_TORCHAX_TOKEN", token)
+    with pytest.raises(SystemExit) as left:
+        started(serve)
+    said = capsys.readouterr().err
+    assert (left.value.code, said.count("\n"), "COGVIDEOX_TORCHAX_TOKEN" in said) == (2, 1, True)
+    assert token not in said
 
 
 @pytest.mark.parametrize(
@@ -452,7 +850,7 @@ def test_a_browser_shows_the_first_chunk_while_the_second_is_not_decoded(site, g
 
 
 def test_a_server_that_ends_stops_the_running_video(app, gated):
-    with TestClient(app) as client:
+    with TestClient(app, "http://127.0.0.1") as client:
         wait(client, ask(client, "slow", steps=1000), state="running")
         threading.Timer(0.5, gated.steps.release).start()
     assert gated.prompts[len(SIZES) :] == ["slow"]

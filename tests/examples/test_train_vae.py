@@ -13,7 +13,6 @@ from diffusers import AutoencoderKLCogVideoX
 from PIL import Image
 from torch import nn
 
-from cogvideox_torchax import runtime
 from tests import reference
 from tests.files.test_video import moving_frames, write
 from tests.processes import ROOT
@@ -75,7 +74,7 @@ def run_until(program, run, monkeypatch):
 
 
 def weights_of(directory):
-    return runtime.without_torchax(AutoencoderKLCogVideoX.from_pretrained, directory).state_dict()
+    return AutoencoderKLCogVideoX.from_pretrained(directory).state_dict()
 
 
 def changed(before, after):

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.plan import videos
 from cogvideox_torchax import AutoencoderKLCogVideoX, backends
 from cogvideox_torchax.files.models import ModelError, locate
 from cogvideox_torchax.flax import FlaxVAEForPipelines
-from cogvideox_torchax.plan import jobs
 from cogvideox_torchax.vae.checkpoint import locate_vae
 from tests import reference
 
@@ -44,7 +44,7 @@ def home(shallow_directory, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", [BARE, PIPELINE, "~/vae", "~/vae/config.json"])
 def test_a_vae_is_found_by_what_is_there_not_by_its_name(home, name):
-    assert jobs.weightless_vae(name, torch.float32).spatial_compression_ratio == 4
+    assert videos.weightless_vae(name, torch.float32).spatial_compression_ratio == 4
     assert (locate_vae(name) / "config.json").is_file()
 
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from benchmarks.plan import chips
 from cogvideox_torchax import make_mesh
-from cogvideox_torchax.plan import chips
 from jax_kernels.common.columns import Split
 from tests.reference import largest_error
 

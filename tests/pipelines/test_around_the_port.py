@@ -35,12 +35,12 @@ def stock():
 
 @pytest.fixture(scope="module")
 def want(stock):
-    return runtime.without_torchax(torch.no_grad()(lambda: latents(stock)))
+    return torch.no_grad()(lambda: latents(stock))()
 
 
 @pytest.fixture(scope="module")
 def ported(stock):
-    return port(runtime.without_torchax(copy.deepcopy, stock))
+    return port(copy.deepcopy(stock))
 
 
 def named_as_in(pipe):
@@ -57,7 +57,7 @@ def test_a_pipeline_made_from_a_ported_one_is_ported_and_shares_its_parts(stock,
 
 
 def test_a_pipeline_made_from_one_on_a_mesh_stays_there_and_compiles_nothing_again(stock):
-    pipe = port(runtime.without_torchax(copy.deepcopy, stock), mesh=make_mesh(1, 2))
+    pipe = port(copy.deepcopy(stock), mesh=make_mesh(1, 2))
     program, chunks = pipe.transformer.program, pipe.vae.program("decode")
     clip = CogVideoXVideoToVideoPipeline.from_pipe(pipe)
     assert clip.vae.mesh == clip.transformer.mesh == make_mesh(1, 2)
@@ -66,14 +66,14 @@ def test_a_pipeline_made_from_one_on_a_mesh_stays_there_and_compiles_nothing_aga
 
 
 def test_a_pipeline_made_from_one_on_the_host_leaves_it_there(stock):
-    pipe = port(runtime.without_torchax(copy.deepcopy, stock)).to("cpu")
+    pipe = port(copy.deepcopy(stock)).to("cpu")
     pipe.transformer = torch.compile(pipe.transformer)  # whose wrapper refuses to be asked for its truth
     assert isinstance(CogVideoXVideoToVideoPipeline.from_pipe(pipe), PortedPipeline)
     assert not any(runtime.on_jax(weight) for weight in pipe.transformer.parameters())
 
 
 def test_a_pipeline_around_a_ported_vae_alone_is_handed_over_and_named_for_others(stock, tmp_path):
-    pipe = build(vae=port(runtime.without_torchax(copy.deepcopy, stock.vae)))
+    pipe = build(vae=port(copy.deepcopy(stock.vae)))
     clip = CogVideoXVideoToVideoPipeline.from_pipe(pipe)
     assert clip.vae is pipe.vae
     assert not isinstance(clip, PortedPipeline)
@@ -81,8 +81,8 @@ def test_a_pipeline_around_a_ported_vae_alone_is_handed_over_and_named_for_other
     flax = build(vae=FlaxVAEForPipelines.from_diffusers(stock.vae))
     assert CogVideoXVideoToVideoPipeline.from_pipe(flax).vae is flax.vae
     flax.vae.disable_gradient_checkpointing()  # as diffusers' training scripts call it
-    runtime.without_torchax(flax.save_pretrained, tmp_path)
-    loaded = runtime.without_torchax(type(flax).from_pretrained, tmp_path)
+    flax.save_pretrained(tmp_path)
+    loaded = type(flax).from_pretrained(tmp_path)
     assert type(loaded.vae) is FlaxVAEForPipelines
 
 
@@ -138,7 +138,7 @@ def test_what_is_saved_loads_where_this_package_is_not(ported, stock, tmp_path):
     assert {name: tuple(index[name]) for name in NAMES} == NAMES
     assert index["_class_name"] == "CogVideoXPipeline"
     printed_by(ELSEWHERE, tmp_path / "saved", tmp_path / "weights")
-    loaded = runtime.without_torchax(load_file, tmp_path / "weights")
+    loaded = load_file(tmp_path / "weights")
     for i, part in enumerate((stock.transformer, stock.text_encoder, stock.vae)):
         assert all(torch.equal(loaded[f"{i}.{n}"], weight) for n, weight in part.state_dict().items())
 
@@ -146,7 +146,7 @@ def test_what_is_saved_loads_where_this_package_is_not(ported, stock, tmp_path):
 def test_saved_files_have_their_variants_name_and_may_be_read_by_whom_the_umask_lets(ported, stock, tmp_path):
     (tmp_path / "ordinary").touch()
     ported.save_pretrained(tmp_path / "saved", variant="fp16")
-    port(runtime.without_torchax(copy.deepcopy, stock.vae)).save_pretrained(tmp_path / "saved/native")
+    port(copy.deepcopy(stock.vae)).save_pretrained(tmp_path / "saved/native")
     files = sorted((tmp_path / "saved").rglob("*.safetensors"))
     network = "diffusion_pytorch_model.fp16.safetensors"
     assert [file.relative_to(tmp_path / "saved").as_posix() for file in files] == [
@@ -166,8 +166,7 @@ def test_a_pipeline_goes_to_the_host_and_back(ported, want):
 
 
 def test_weights_on_the_host_share_no_memory_with_jax(stock):
-    vae = port(runtime.without_torchax(copy.deepcopy, stock.vae))
-    runtime.enable()
+    vae = port(copy.deepcopy(stock.vae))
     before = vae.to("jax").decoder.conv_in.conv.bias
     after = vae.cpu().decoder.conv_in.conv.bias
     after += 1
@@ -180,7 +179,7 @@ def test_weights_on_the_host_share_no_memory_with_jax(stock):
 @pytest.mark.usefixtures("torchax_off")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.slow_cases("no_grad")
-def test_prompts_encoded_by_themselves_give_the_same_video_and_leave_torchax_off(mode, want):
+def test_prompts_encoded_by_themselves_give_the_same_video(mode, want):
     """A pipeline without VAE and transformer, then one without encoder, as in diffusers' documents."""
     given = {"max_sequence_length": 16, "do_classifier_free_guidance": False}
     with mode():
@@ -188,12 +187,10 @@ def test_prompts_encoded_by_themselves_give_the_same_video_and_leave_torchax_off
             "a panda plays a guitar", **given
         )
         pipe = port(build(text_encoder=None, tokenizer=None))
-        assert not runtime.is_enabled()
         for made in (pipe, type(pipe).from_pipe(pipe), pipe.to("jax")):
             assert relative_error(latents(made, prompt=None, prompt_embeds=prompt_embeds), want) < TOLERANCE
-            assert not runtime.is_enabled()
         frames = pipe.decode_latents(pipe.prepare_latents(1, 16, 5, 8, 16, torch.float32, "jax", None))
-        assert (frames.device.type, runtime.is_enabled()) == ("cpu", False)
+        assert frames.device.type == "cpu"
 
 
 def test_a_cast_after_porting_is_one_before():

@@ -7,12 +7,13 @@ import pytest
 import torch
 from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0
 
+from benchmarks.plan import hlo
+from benchmarks.plan.networks import step_tensors
 from cogvideox_torchax import make_mesh, runtime
 from cogvideox_torchax.pipelines import known
 from cogvideox_torchax.pipelines.layers import AttnProcessor
 from cogvideox_torchax.pipelines.sharding import CONTEXT, TENSOR, choose_parallelism
-from cogvideox_torchax.pipelines.transformer import TransformerStep, step_tensors
-from cogvideox_torchax.plan import hlo
+from cogvideox_torchax.pipelines.transformer import TransformerStep
 from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, relative_error, rms_error
 from tests import small_pipelines
 from tests.reference import compiled_plan
@@ -33,11 +34,6 @@ SPLITS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _torchax_on():
-    runtime.enable()
-
-
 def given(model, videos=2):
     """Return a step's inputs."""
     draw = torch.Generator().manual_seed(1)
@@ -55,21 +51,21 @@ def given(model, videos=2):
 
 def step(model, videos=2, **changed):
     """Run a step of a model, stock or ported, where its weights are; return a plain tensor."""
-    tensors = runtime.without_torchax(given, model, videos)
+    tensors = given(model, videos)
     if not runtime.is_on_jax(model):
-        return runtime.without_torchax(lambda: model(**tensors, **changed, return_dict=False)[0])
+        return (lambda: model(**tensors, **changed, return_dict=False)[0])()
     tensors = jax.tree.map(runtime.to_jax, tensors) | changed
     return runtime.to_torch(model(**tensors, return_dict=False)[0])
 
 
 def stock(version="5b", **overrides):
-    return runtime.without_torchax(small_pipelines.transformer, version, **{**SMALL, **overrides})
+    return small_pipelines.transformer(version, **{**SMALL, **overrides})
 
 
 def ported(version="5b", split="one device", dtype=torch.float32, *, fused=False):
-    model = runtime.without_torchax(stock(version).to, dtype)
+    model = stock(version).to(dtype)
     if fused:
-        runtime.without_torchax(model.fuse_qkv_projections)
+        model.fuse_qkv_projections()
     known.port_network(model)
     mesh, kind, memory = SPLITS[split]
     if mesh is not None:
@@ -114,7 +110,7 @@ def test_one_video_is_split_over_dp_too():
 @pytest.mark.parametrize("split", ["one device", "2x4 context", "2x4 tensor"])
 @pytest.mark.slow_cases("2x4 tensor")
 def test_sixteen_bits_are_as_close_as_pytorchs_own(split):
-    native = step(runtime.without_torchax(stock().to, torch.bfloat16))
+    native = step(stock().to(torch.bfloat16))
     got = step(ported(split=split, dtype=torch.bfloat16))
     assert rms_error(got, reference()) < BFLOAT16_RMS_RATIO * rms_error(native, reference())
 
@@ -141,7 +137,7 @@ def test_what_was_fused_and_is_no_more_runs_on_its_own_weights():
         model.transformer_blocks[0].attn1.to_q.weight.mul_(2.0)
 
     changed, model = stock(), ported()
-    runtime.without_torchax(change, changed)
+    change(changed)
     change(model)
     want = step(changed)
     assert relative_error(want, reference()) > 1e-3
@@ -173,7 +169,7 @@ def test_weights_moved_or_loaded_lie_where_the_mesh_has_them(split):
 
 
 def test_weights_that_are_traced_stay_where_they_are():
-    encoder = runtime.without_torchax(small_pipelines.text_encoder)
+    encoder = small_pipelines.text_encoder()
     known.port_network(encoder)
     encoder.place_on(make_mesh(1, 2))
     encoder.place()
@@ -193,7 +189,7 @@ def test_a_loras_scale_counts_in_pytorch_too(scale):
 
     config = LoraConfig(r=2, lora_alpha=8, target_modules=["to_q"], init_lora_weights=False)
     model, options = stock(), {"attention_kwargs": {"scale": scale}}
-    runtime.without_torchax(model.add_adapter, config)
+    model.add_adapter(config)
     want = step(model, **options)
     known.port_network(model)
     assert relative_error(step(model), want) > 1e-3
@@ -245,7 +241,6 @@ def test_a_hook_on_a_part_inside_acts_and_sees_what_diffusers_shows_there(part, 
 
 @pytest.fixture(scope="module")
 def tensors():
-    runtime.enable()
     return step_tensors(
         shared("5b", "one device"), batch=2, frames=FRAMES, height=HEIGHT, width=WIDTH, text=TEXT
     )

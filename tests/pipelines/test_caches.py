@@ -36,11 +36,9 @@ STEPS = 6
 
 def build(kind="text", version="5b", placement=None, cache=None):
     """Build a pipeline of three layers, whose transformer is its own."""
-    model = runtime.without_torchax(
-        small_pipelines.transformer, version, num_layers=3, **small_pipelines.conditioning(kind, version)
-    )
+    model = small_pipelines.transformer(version, num_layers=3, **small_pipelines.conditioning(kind, version))
     if cache is not None:
-        runtime.without_torchax(model.enable_cache, cache)
+        model.enable_cache(cache)
     return pipeline(kind, version, placement, transformer=model)
 
 
@@ -128,7 +126,7 @@ def reference(kind, version, name):
         found = latents(pipe, kind, **clip(kind, version))
         return found, [step == steps[0] for step in steps]  # the first step computes everything
 
-    return runtime.without_torchax(run)
+    return run()
 
 
 @pytest.fixture
@@ -303,8 +301,8 @@ def test_contexts_do_not_mix(ported):
                     yield runtime.to_torch(model(*map(put, (latents, text, timestep)))[0])
 
     stock = build().transformer
-    runtime.without_torchax(stock.enable_cache, first_block(None))
-    want = runtime.without_torchax(lambda: list(run(stock, lambda tensor: tensor)))
+    stock.enable_cache(first_block(None))
+    want = (lambda: list(run(stock, lambda tensor: tensor)))()
     ported.transformer._reset_stateful_cache()
     got = list(run(ported.transformer, runtime.to_jax))
     assert relative_error(torch.stack(got), torch.stack(want)) < TOLERANCE
@@ -314,7 +312,7 @@ def test_a_copy_keeps_the_cache_and_a_pickle_drops_it(ported):
     copied = copy.deepcopy(ported)
     ported.transformer.disable_cache()
     assert is_as_stock(copied)
-    plain = runtime.without_torchax(lambda: pickle.loads(pickle.dumps(copied)))
+    plain = (lambda: pickle.loads(pickle.dumps(copied)))()
     assert not plain.transformer.is_cache_enabled
 
 
@@ -322,7 +320,7 @@ def test_on_the_host_the_cache_is_diffusers_own_and_back_on_jax_it_is_ours(porte
     want, _ = reference("text", "5b", "first block")
     ported.to("cpu")
     assert ported.transformer.step_cache is None
-    assert relative_error(runtime.without_torchax(latents, ported), want) < 1e-6
+    assert relative_error(latents(ported), want) < 1e-6
     assert is_as_stock(ported.to("jax"))
 
 

@@ -16,8 +16,8 @@ from diffusers.models.autoencoders import autoencoder_kl_cogvideox as vae_classe
 from diffusers.models.transformers import cogvideox_transformer_3d as transformer_classes
 from torch import nn
 
+from benchmarks.plan.networks import described_program, step_tensors
 from cogvideox_torchax import make_mesh, port, runtime
-from cogvideox_torchax.pipelines.transformer import step_tensors
 from cogvideox_torchax.runtime.stock import change_in
 from tests import reference, small_pipelines
 from tests.pipelines import test_blocks
@@ -330,7 +330,7 @@ TEXT_CHANGES = {
 def hidden(encoder):
     ids = torch.arange(12).view(1, 12)
     if not runtime.is_on_jax(encoder):
-        return runtime.without_torchax(lambda: encoder(ids)[0])
+        return (lambda: encoder(ids)[0])()
     return runtime.to_torch(encoder(runtime.to_jax(ids))[0])
 
 
@@ -396,9 +396,8 @@ def check_change(network, change, words, caplog, **options):
             changes.enter_context(change)
         else:
             changes.enter_context(undone(model))
-            with runtime.active():
-                change(model)
-            runtime.without_torchax(change, changed_stock)
+            change(model)
+            change(changed_stock)
         expected = run(changed_stock)
         assert largest_error(expected, before) > 1e-3, "the change changes nothing"
         for _ in range(2):
@@ -454,11 +453,10 @@ def test_hooks_for_all_modules_are_refused():
 
 def test_a_lora_is_no_change():
     model = ported()
-    with runtime.active():
-        with_lora("to_q", "to_v")(model)
+    with_lora("to_q", "to_v")(model)
     model.place()
     stock_model = stock()
-    runtime.without_torchax(with_lora("to_q", "to_v"), stock_model)
+    with_lora("to_q", "to_v")(stock_model)
     assert change_in(model) is None
     assert largest_error(step(model), step(stock_model)) < 1e-5
     text = planned(model)
@@ -469,7 +467,7 @@ def test_a_lora_is_no_change():
 def planned(model):
     """Return the lowered text of a step that is only described, as `plan` describes it."""
     tensors = step_tensors(model, batch=2, frames=4, height=4, width=8, text=7)
-    program, specs = model.described_program(tensors)
+    program, specs = described_program(model, tensors)
     return program.lower(*program.structs(specs)).as_text()
 
 

@@ -1,5 +1,6 @@
 """Weights in eight bits stay so on the device, and give what PyTorch gives with rounded weights."""
 
+import pickle
 import re
 from typing import Any
 
@@ -13,8 +14,11 @@ import transformers
 from diffusers import GGUFQuantizationConfig
 from diffusers.hooks import apply_layerwise_casting
 from diffusers.models import ModelMixin, model_loading_utils
+from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0
 from diffusers.quantizers import DiffusersAutoQuantizer
 from diffusers.quantizers.gguf.utils import dequantize_functions
+from peft import LoraConfig, inject_adapter_in_model
+from torch.nn import functional as F
 from torchao.quantization import (
     Float8WeightOnlyConfig,
     Int8DynamicActivationInt8WeightConfig,
@@ -24,12 +28,12 @@ from torchao.quantization import (
     quantize_,
 )
 
+from benchmarks.plan.networks import step_tensors
 from cogvideox_torchax import load_pipeline, make_mesh, port, runtime, upstream
 from cogvideox_torchax.files.models import ModelError
 from cogvideox_torchax.pipelines.layers import Linear
 from cogvideox_torchax.pipelines.sharding import weight_spec
-from cogvideox_torchax.pipelines.transformer import step_tensors
-from cogvideox_torchax.runtime.environment import import_torchax
+from cogvideox_torchax.runtime.device import import_torchax
 from cogvideox_torchax.runtime.stock import change_in
 from cogvideox_torchax.vae.tolerances import rms_error
 from tests import small_pipelines
@@ -76,8 +80,8 @@ def error_of(got, want):
 
 
 def ported(transformer=None, text_encoder=None, weights: Any = "int8", **options):
-    pipe = runtime.without_torchax(
-        small_pipelines.build, transformer=transformer or stock(), text_encoder=text_encoder, tokenizer=None
+    pipe = small_pipelines.build(
+        transformer=transformer or stock(), text_encoder=text_encoder, tokenizer=None
     )
     return port(pipe, weights=weights, **options)
 
@@ -111,16 +115,16 @@ def test_a_step_in_int8_is_that_of_the_rounded_weights(weights, split, version):
 
 @pytest.mark.parametrize("weights", ["int8", "int8-dynamic"])
 def test_a_prompt_in_int8_is_that_of_the_rounded_weights(weights):
-    make = lambda: runtime.without_torchax(small_pipelines.text_encoder)  # noqa: E731
+    make = lambda: small_pipelines.text_encoder()  # noqa: E731
     ids, model = torch.tensor([[3, 4, 5, 1]]), ported(text_encoder=make(), weights=weights).text_encoder
-    want = runtime.without_torchax(lambda: rounded(make())(ids)[0])
+    want = (lambda: rounded(make())(ids)[0])()
     assert largest_error(runtime.to_torch(model(runtime.to_jax(ids))[0]), want) < 1e-4
     assert {name for name, w in model.named_parameters() if w.dtype == torch.int8} == matrices(make())
 
 
 def test_the_files_weights_become_int8_while_they_are_loaded(tmp_path):
-    pipe = runtime.without_torchax(small_pipelines.one_layer)
-    runtime.without_torchax(pipe.save_pretrained, tmp_path)
+    pipe = small_pipelines.one_layer()
+    pipe.save_pretrained(tmp_path)
     options: dict[str, Any] = {
         "weights": "int8-dynamic",
         "dtype": torch.bfloat16,
@@ -133,12 +137,22 @@ def test_the_files_weights_become_int8_while_they_are_loaded(tmp_path):
     )
     assert any(getattr(layer, "dynamic", False) for layer in loaded.transformer.modules())
     for part in ("transformer", "text_encoder"):
-        got, want = (runtime.without_torchax(getattr(each, part).state_dict) for each in (loaded, wanted))
+        got, want = (getattr(each, part).state_dict() for each in (loaded, wanted))
         assert got.keys() == want.keys()
         for name, weight in want.items():
             assert torch.equal(runtime.to_torch(got[name]), runtime.to_torch(weight)), name
             sharding = runtime.array_of(weight).sharding
             assert runtime.array_of(got[name]).sharding.is_equivalent_to(sharding, weight.ndim), name
+
+
+def test_what_is_read_of_int8_has_the_dtype_that_transformers_gives_it(tmp_path):
+    (lambda: small_pipelines.one_layer().save_pretrained(tmp_path))()
+    pipe = diffusers.CogVideoXPipeline.from_pretrained(tmp_path, dtype=torch.float16)
+    layers = {n: m.weight.dtype for n, m in pipe.text_encoder.named_modules() if type(m) is torch.nn.Linear}
+    assert {*layers.values()} == {torch.float16, torch.float32}
+    for ported in (port(pipe, weights="int8"), load_pipeline(tmp_path, dtype=torch.float16, weights="int8")):
+        model = ported.text_encoder
+        assert {name: model.get_submodule(name).weight.dtype for name in layers} == layers
 
 
 @pytest.mark.parametrize(("weights", "error"), [("int8", largest_error), ("int8-dynamic", error_of)])
@@ -152,10 +166,9 @@ def test_a_model_in_int8_moves_casts_and_takes_a_lora_with_its_scales_exact(weig
     assert model.dtype == torch.bfloat16
     assert all(torch.equal(runtime.to_torch(model.get_buffer(name)), scales[name]) for name in scales)
     model, wanted = ported(weights=weights).transformer, rounded(stock(), weights)
-    with runtime.active():
-        with_lora("to_q", "to_v")(model)
+    with_lora("to_q", "to_v")(model)
     model.place()
-    runtime.without_torchax(with_lora("to_q", "to_v"), wanted)
+    with_lora("to_q", "to_v")(wanted)
     assert change_in(model) is None
     assert error(step(model), step(wanted)) < 1e-4
 
@@ -163,7 +176,7 @@ def test_a_model_in_int8_moves_casts_and_takes_a_lora_with_its_scales_exact(weig
 @torch.enable_grad()
 def test_in_pytorch_the_gradient_of_rounded_tokens_is_that_of_whole_ones():
     layer, x = Linear(8, 4), torch.linspace(-1, 3, 16).reshape(2, 8).requires_grad_()
-    layer.hold(torch.arange(32, dtype=torch.int8).reshape(4, 8), torch.full((4,), 0.1))
+    layer.hold(torch.arange(32, dtype=torch.int8).reshape(4, 8), torch.full((4,), 0.1), torch.float32)
     whole = layer(x)
     layer.dynamic = True
     rounded = layer(x)
@@ -174,7 +187,7 @@ def test_in_pytorch_the_gradient_of_rounded_tokens_is_that_of_whole_ones():
 
 def test_bfloat16s_error_of_a_step_grows_by_a_tenth_at_most_in_int8():
     exact = step(stock())
-    in_bfloat16 = runtime.without_torchax(stock().to, torch.bfloat16)
+    in_bfloat16 = stock().to(torch.bfloat16)
     limit = 1.1 * rms_error(step(in_bfloat16).float(), exact)
     pipe = ported(in_bfloat16)
     int8 = step(pipe.transformer).float()
@@ -213,7 +226,7 @@ def test_what_int8_cannot_do_is_refused_in_one_line(pipe, tmp_path, call, words)
 
 
 def test_an_object_without_a_network_for_int8_is_refused():
-    pipe = runtime.without_torchax(small_pipelines.build, transformer=None, text_encoder=None, tokenizer=None)
+    pipe = small_pipelines.build(transformer=None, text_encoder=None, tokenizer=None)
     with pytest.raises(ValueError, match="which has neither of the networks"):
         port(pipe, weights="int8")
 
@@ -274,7 +287,76 @@ FORMS = {
 
 def loaded(form, part, tmp_path):
     make = stock if part == "transformer" else lambda: small_pipelines.text_encoder(num_layers=1)
-    return runtime.without_torchax(lambda: FORMS[form][0](make(), tmp_path).eval())
+    return (lambda: FORMS[form][0](make(), tmp_path).eval())()
+
+
+class ByWeights(CogVideoXAttnProcessor2_0):
+    """Attention that multiplies by a layer's weight itself, as some public processors do."""
+
+    def __call__(
+        self, attn, hidden_states, encoder_hidden_states, attention_mask=None, image_rotary_emb=None
+    ):
+        given = hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
+        return tuple(x + F.linear(x, attn.to_q.weight) for x in super().__call__(attn, *given))
+
+
+def reading_weights(model):
+    model.transformer_blocks[0].attn1.processor = ByWeights()
+
+
+def with_dora(model):
+    torch.manual_seed(3)
+    options = {"target_modules": ["to_q", "to_v"], "use_dora": True, "init_lora_weights": False}
+    inject_adapter_in_model(LoraConfig(r=2, lora_alpha=8, **options), model)
+    for name, magnitudes in model.named_parameters():
+        if "lora_magnitude_vector" in name:
+            torch.nn.init.constant_(magnitudes, 2.0)
+
+
+HELD = "int8", "int8-dynamic", "torchao int8", "torchao float8"
+
+
+@pytest.mark.parametrize("read", [reading_weights, with_dora])
+@pytest.mark.parametrize("form", HELD)
+def test_who_reads_a_weight_sees_the_values_that_its_bits_stand_for(form, read, tmp_path):
+    weights = None if form in FORMS else form
+    make = stock if weights else lambda: loaded(form, "transformer", tmp_path)
+    model, want = ported(make(), weights=weights).transformer, rounded(make(), weights) if weights else make()
+    without = step(model)
+    read(model)
+    model.place()
+    read(want)
+    want = step(want)
+    assert largest_error(without, want) > 1e-2
+    assert (error_of if form == "int8-dynamic" else largest_error)(step(model), want) < 1e-4
+
+
+@pytest.mark.parametrize("device", ["jax", "cpu"])
+@pytest.mark.parametrize("form", [*HELD, "GGUF"])
+@pytest.mark.slow_cases("int8-dynamic*", "torchao int8*")
+def test_a_write_into_values_that_are_written_out_is_refused(form, device, tmp_path):
+    weights = None if form in FORMS else form
+    make = stock if weights else lambda: loaded(form, "transformer", tmp_path)
+    model = ported(make(), weights=weights).transformer.to(device)
+    with_lora("to_q", "to_v")(model)
+    lora = model.transformer_blocks[0].attn1.to_q
+    layer, values = lora.base_layer, lora.base_layer.weight
+    assert values.dtype == torch.float32
+    for write in (
+        lora.merge,
+        lambda: lora.merge(safe_merge=True),
+        lambda: values.add_(1),
+        lambda: values.data.copy_(values),
+        lambda: torch.nn.init.zeros_(values),
+    ):
+        with pytest.raises(ValueError, match="got a write into values that are written out of bits"):
+            write()
+    x = torch.ones(1, layer.in_features, device=device)
+    result = layer(x)
+    assert largest_error(result, F.linear(x, values, layer.bias)) < 1e-5
+    assert largest_error(pickle.loads(pickle.dumps(values)), runtime.to_torch(values)) == 0
+    layer.weight = torch.nn.Parameter(2 * layer.weight)
+    assert largest_error(layer(x) - layer.bias, 2 * (result - layer.bias)) < 1e-5
 
 
 def in_bits(model):
@@ -292,9 +374,7 @@ def of_dtype(model, dtype):
 
 
 def pipeline_of(**parts):
-    return runtime.without_torchax(
-        small_pipelines.build, **{"transformer": None, "text_encoder": None, "tokenizer": None, **parts}
-    )
+    return small_pipelines.build(**{"transformer": None, "text_encoder": None, "tokenizer": None, **parts})
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -330,7 +410,7 @@ class Negated(torch.nn.Linear):
 def test_a_layer_of_the_users_stays_so_when_its_weights_are_cast(tmp_path):
     model = stock()
     model.transformer_blocks[0].attn1.to_q.__class__ = Negated
-    model = runtime.without_torchax(cast, model, tmp_path)
+    model = cast(model, tmp_path)
     want = step(model)
     assert largest_error(step(port(pipeline_of(transformer=model)).transformer), want) < 1e-4
 
@@ -339,7 +419,7 @@ def test_a_layer_of_the_users_stays_so_when_its_weights_are_cast(tmp_path):
 def test_a_prompt_with_the_bits_of_another_library_is_that_of_its_model(form, tmp_path):
     model = loaded(form, "text_encoder", tmp_path)
     ids, names = torch.tensor([[3, 4, 5, 1]]), in_bits(model)
-    want = runtime.without_torchax(lambda: model(ids)[0])
+    want = (lambda: model(ids)[0])()
     model = port(pipeline_of(text_encoder=model)).text_encoder
     assert largest_error(runtime.to_torch(model(runtime.to_jax(ids))[0]), want) < 1e-4
     assert of_dtype(model, FORMS[form][1]) == names != set()
@@ -356,7 +436,7 @@ def test_the_bits_of_another_library_are_split_over_a_mesh_and_take_a_lora(form,
     steps = [FORMS[form][0], lambda model, _path: with_lora("to_q", "to_out.0")(model) or model]
     # PEFT gives a LoRA the dtype of its layer, which PyTorch cannot multiply in float8.
     for change in reversed(steps) if form == "layerwise casting" else steps:
-        model = runtime.without_torchax(change, model, tmp_path)
+        model = change(model, tmp_path)
     want = step(model)
     model = port(pipeline_of(transformer=model), mesh=mesh, parallel=kind).transformer
     if kind == "context":  # with weights that are gathered
@@ -384,7 +464,7 @@ WITHOUT_FORM = {
 
 @pytest.mark.parametrize(("make", "kind"), WITHOUT_FORM.values(), ids=WITHOUT_FORM)
 def test_weights_without_a_form_are_named_with_the_forms_that_there_are(make, kind):
-    pipe = pipeline_of(transformer=runtime.without_torchax(make))
+    pipe = pipeline_of(transformer=make())
     words = rf"^transformer\.\S+\.weight, {kind}, has no form on JAX: those .*Int8Weight.*GGUF.*layerwise"
     with pytest.raises(ValueError, match=words) as error:
         port(pipe)
@@ -406,6 +486,6 @@ def test_each_format_of_gguf_is_decoded_as_in_pytorch(form):
 
 def test_files_in_eight_bits_are_refused_by_their_name(tmp_path):
     pipe = pipeline_of(transformer=loaded("layerwise casting", "transformer", tmp_path))
-    runtime.without_torchax(pipe.save_pretrained, tmp_path)
+    pipe.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="safetensors has weights in F8_E4M3: load the model by its own"):
         load_pipeline(tmp_path)

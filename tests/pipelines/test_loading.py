@@ -12,23 +12,31 @@ from cogvideox_torchax import load_pipeline, make_mesh, port, runtime
 from cogvideox_torchax.vae.checkpoint import ModelError
 from tests import small_pipelines
 from tests.pipelines.test_pipeline import latents
+from tests.reference import largest_error
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     """Save a pipeline with learned positions, its networks in several files."""
     path = tmp_path_factory.mktemp("saved")
-    pipe = runtime.without_torchax(small_pipelines.build, "image", "5b-I2V")
-    runtime.without_torchax(pipe.save_pretrained, path, max_shard_size="30KB")
+    pipe = small_pipelines.build("image", "5b-I2V")
+    pipe.save_pretrained(path, max_shard_size="30KB")
     for part in ("transformer", "text_encoder"):
         assert len(list((path / part).glob("*.safetensors"))) > 1
     return path
 
 
 @pytest.fixture(scope="module")
+def in_float32(tmp_path_factory):
+    path = tmp_path_factory.mktemp("in float32")
+    (lambda: small_pipelines.one_layer().save_pretrained(path))()
+    return path
+
+
+@pytest.fixture(scope="module")
 def wanted(directory):
     kind = small_pipelines.CLASSES["image"]
-    return port(runtime.without_torchax(kind.from_pretrained, directory, torch_dtype=torch.float32))
+    return port(kind.from_pretrained(directory, torch_dtype=torch.float32))
 
 
 def test_what_is_fed_is_what_diffusers_loads(directory, wanted):
@@ -68,10 +76,10 @@ ASKED = {
 def in_three_dtypes(tmp_path_factory):
     """Save a pipeline, each of whose networks has a dtype of its own."""
     path = tmp_path_factory.mktemp("in three dtypes")
-    pipe = runtime.without_torchax(small_pipelines.one_layer)
+    pipe = small_pipelines.one_layer()
     pipe.text_encoder.bfloat16()
     pipe.vae.half()
-    runtime.without_torchax(pipe.save_pretrained, path)
+    pipe.save_pretrained(path)
     return path
 
 
@@ -90,18 +98,54 @@ def test_a_part_without_the_variant_is_loaded_without_it(
     in_three_dtypes, tmp_path, with_variant, max_shard_size
 ):
     path = shutil.copytree(in_three_dtypes, tmp_path / "mixed")
-    pipe = runtime.without_torchax(small_pipelines.CLASSES["text"].from_pretrained, path)
+    pipe = small_pipelines.CLASSES["text"].from_pretrained(path)
     for part in ("transformer", "text_encoder", "vae"):
         for file in (path / part).glob("*.safetensors"):
             file.unlink()
         network = getattr(pipe, part).to(torch.float16 if part == with_variant else torch.bfloat16)
         variant = "fp16" if part == with_variant else None
-        runtime.without_torchax(
-            network.save_pretrained, path / part, variant=variant, max_shard_size=max_shard_size
-        )
+        network.save_pretrained(path / part, variant=variant, max_shard_size=max_shard_size)
     loaded = load_pipeline(path, variant="fp16", dtype="auto")
     for part in ("transformer", "text_encoder", "vae"):
         assert getattr(loaded, part).dtype == (torch.float16 if part == with_variant else torch.bfloat16)
+
+
+EMBEDDINGS = "shared.weight", "encoder.embed_tokens.weight"
+KEPT = {
+    "the second name alone": lambda weight: {EMBEDDINGS[1]: weight},
+    "two that are equal": lambda weight: {name: weight.copy() for name in EMBEDDINGS},
+    "two that differ": lambda weight: {EMBEDDINGS[0]: weight, EMBEDDINGS[1]: 1 - weight},
+}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("kept", KEPT)
+def test_embeddings_are_tied_as_transformers_ties_those_of_a_file(in_float32, tmp_path, kept, offload):
+    path = shutil.copytree(in_float32, tmp_path / "kept")
+    file = path / "text_encoder/model.safetensors"
+    weights = load_file(file)
+    save_file(weights | KEPT[kept](weights.pop(EMBEDDINGS[0])), file, {"format": "pt"})
+    ids = torch.tensor([[3, 4, 5, 1]])
+    stock = small_pipelines.CLASSES["text"].from_pretrained(path)
+    want = (lambda: stock.text_encoder(ids)[0])()
+    for pipe in (load_pipeline(path, dtype=None, offload=offload), port(stock)):
+        encoder = pipe.text_encoder
+        assert largest_error(runtime.to_torch(encoder(runtime.to_jax(ids))[0]), want) < 1e-5
+        is_tied = encoder.shared.weight is encoder.encoder.embed_tokens.weight
+        assert is_tied == (kept != "two that differ")
+
+
+@pytest.mark.parametrize("difference", [0, 1])
+def test_embeddings_that_a_user_has_untied_stay_so(difference):
+    encoder, ids = small_pipelines.text_encoder(), torch.tensor([[3, 4, 5, 1]])
+    untied = torch.nn.Parameter(encoder.shared.weight.detach() + difference)
+    encoder.encoder.embed_tokens.weight = untied
+    want = (lambda: encoder(ids)[0])()
+    pipe = port(small_pipelines.build(text_encoder=encoder, transformer=None))
+    for _ in range(2):
+        assert largest_error(runtime.to_torch(encoder(runtime.to_jax(ids))[0]), want) < 1e-5
+        assert encoder.shared.weight is not encoder.encoder.embed_tokens.weight
+        pipe.to("cpu").to("jax")
 
 
 REFUSED = {

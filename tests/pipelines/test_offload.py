@@ -3,6 +3,8 @@
 import copy
 import functools
 import gc
+import math
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import accelerate
@@ -16,6 +18,7 @@ from cogvideox_torchax import load_pipeline, make_mesh, port, runtime
 from cogvideox_torchax.pipelines import sharding
 from cogvideox_torchax.runtime import offload, places
 from tests import small_pipelines
+from tests.reference import largest_error
 from tests.small_pipelines import one_layer as build
 
 NETWORKS = ("text_encoder", "transformer", "vae")
@@ -229,9 +232,8 @@ OWN_HOOKS = {
 @pytest.mark.parametrize("take", OWN_HOOKS.values(), ids=OWN_HOOKS)
 @pytest.mark.slow_cases("group", "sequential")  # whose hooks are those of "group, on disk" and "one network"
 def test_a_pipeline_with_diffusers_own_hooks_means_the_same(take, want, tmp_path):
-    pipe = runtime.without_torchax(build)
-    runtime.without_torchax(take, pipe, tmp_path)
-    runtime.enable()  # accelerate cannot put weights back with torchax on
+    pipe = build()
+    take(pipe, tmp_path)
     port(pipe)
     assert on_devices(pipe) == set()
     assert torch.equal(frames(pipe), want)
@@ -264,6 +266,90 @@ def test_weights_wait_on_the_host_if_asked_or_if_they_do_not_fit(
     assert torch.equal(frames(pipe), want)
     words = "0.00 GiB of weights for 0.00 GiB of a device: they wait on the host between uses"
     assert [record.getMessage().startswith(words) for record in caplog.records] == [True] * (free is not None)
+
+
+WITH_WAITING = {
+    "save_pretrained": lambda pipe, path: pipe.save_pretrained(path),
+    "torch.save": lambda pipe, path: torch.save(pipe.transformer.state_dict(), path / "file"),
+    "pickle": lambda pipe, _: pickle.loads(pickle.dumps(pipe.vae)),
+    "deepcopy": lambda pipe, _: copy.deepcopy(pipe),
+    "a LoRA": lambda pipe, path: [
+        small_pipelines.save_lora(build(), path / "lora.safetensors"),
+        pipe.load_lora_weights(path / "lora.safetensors"),
+        pipe.unload_lora_weights(),
+    ],
+    "to the CPU": lambda pipe, _: pipe.to("cpu").to("jax"),
+}
+
+
+def offloaded():
+    pipe = port(build())
+    pipe.enable_model_cpu_offload()
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def pinned():
+    return offloaded()
+
+
+@pytest.fixture(scope="module")
+def in_numpy():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload, "HOST_MEMORY", "no such memory")
+        return offloaded()
+
+
+@pytest.mark.parametrize("use", WITH_WAITING.values(), ids=WITH_WAITING)
+def test_what_is_done_with_weights_on_devices_is_done_while_they_wait_as_numpy(
+    use, want, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(offload, "HOST_MEMORY", "no such memory")
+    pipe = offloaded()
+    use(pipe, tmp_path)
+    assert largest_error(frames(pipe), want) < 1e-5
+
+
+@pytest.mark.parametrize("part", ["transformer", "vae"])
+def test_what_diffusers_does_to_weights_in_pytorch_is_refused_by_name(part, pinned):
+    model, device = getattr(pinned, part), torch.device("cpu")
+    with pytest.raises(ValueError, match=r"enable_group_offload is .*call pipe.enable_model_cpu_offload"):
+        model.enable_group_offload(onload_device=device, offload_type="leaf_level")
+    with pytest.raises(ValueError, match=r"enable_layerwise_casting is .*call it before port"):
+        model.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32)
+    alone = (lambda: copy.deepcopy(model).to("cpu"))()
+    alone.enable_group_offload(onload_device=device, offload_type="leaf_level")
+
+
+CHILDREN = {
+    "a decoder": lambda pipe, x: pipe.vae.decoder(x(1, 16, 2, 4, 4))[0],
+    "a convolution": lambda pipe, x: pipe.vae.decoder.conv_in(x(1, 16, 2, 4, 4))[0],
+    "embeddings": lambda pipe, x: pipe.text_encoder.get_input_embeddings()(x(1, 4).abs().long()),
+    "a projection": lambda pipe, x: pipe.transformer.proj_out(x(1, 4, 128)),
+    "a norm": lambda pipe, x: pipe.transformer.norm_final(x(1, 4, 128)),
+    "a feed-forward": lambda pipe, x: pipe.transformer.transformer_blocks[0].ff(x(1, 4, 128)),
+    "a T5 block": lambda pipe, x: pipe.text_encoder.encoder.block[0].layer[1](x(1, 4, 32)),
+    "a weight": lambda pipe, x: x(1, 4, 128) @ pipe.transformer.proj_out.weight.T,
+    "rows of a weight": lambda pipe, x: pipe.transformer.proj_out.weight[x(1, 4).abs().long()],
+    "a weight on the host": lambda pipe, _: pipe.transformer.proj_out.weight.to("cpu", torch.float64),
+    "a statistic": lambda pipe, x: pipe.transformer.proj_out.weight.float().std(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # of what goes to the host
+@pytest.mark.parametrize("call", CHILDREN.values(), ids=CHILDREN)
+@pytest.mark.parametrize("memory", ["pinned", "in_numpy"])
+def test_a_part_of_a_network_whose_weights_wait_can_be_used_alone(call, memory, request):
+    waiting = request.getfixturevalue(memory)
+
+    def given(*shape):
+        return torch.linspace(-1, 1, math.prod(shape)).reshape(shape)
+
+    want = (lambda: call(build(), given))()
+    with torch.no_grad():
+        got = runtime.to_torch(call(waiting, lambda *shape: given(*shape).to("jax")))
+    assert largest_error(got, want) < 1e-5
+    assert on_devices(waiting) == set()
 
 
 def test_weights_in_eight_bits_wait_on_the_host_with_their_scales(saved):

@@ -136,7 +136,7 @@ def test_a_lora_loaded_merged_and_unloaded_after_porting(saved, network, mesh, t
         lambda pipe: pipe.unfuse_lora(),
         lambda pipe: pipe.unload_lora_weights(),
     ):
-        runtime.without_torchax(change, stock)
+        change(stock)
         change(ported)
         wanted.append(run(stock))
         assert relative_error(run(ported), wanted[-1]) < 1e-4
@@ -160,11 +160,10 @@ def test_a_lora_that_does_not_fit_is_refused_and_leaves_the_pipeline_as_it_was(s
 def test_an_adapter_of_the_transformer_alone_is_added_and_saved_after_porting(saved, network, tmp_path):
     pipe, other = (loaded(saved) if network == "known" else consisid() for _ in range(2))
     transformer, name = port(pipe).transformer, "pytorch_lora_weights.safetensors"
-    runtime.enable()
     transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"]), "added")
     assert all(runtime.on_jax(weight) for weight in transformer.parameters())
     transformer.save_lora_adapter(tmp_path, adapter_name="added")
-    runtime.without_torchax(other.transformer.load_lora_adapter, tmp_path, prefix=None, weight_name=name)
+    other.transformer.load_lora_adapter(tmp_path, prefix=None, weight_name=name)
     added, read = (
         [runtime.to_torch(value) for name, value in model.named_parameters() if "lora_" in name]
         for model in (transformer, other.transformer)

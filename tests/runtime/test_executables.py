@@ -17,7 +17,7 @@ from cogvideox_torchax.runtime import executables
 DECODE = """
 import functools, hashlib, importlib.resources, json, os, threading
 import jax, torch
-from cogvideox_torchax import AutoencoderKLCogVideoX, enable, runtime
+from cogvideox_torchax import AutoencoderKLCogVideoX, runtime
 
 path = importlib.resources.files("cogvideox_torchax") / "assets/tiny-pipeline/vae"
 latents = torch.randn(1, 16, 5, 4, 6, generator=torch.Generator().manual_seed(0))
@@ -28,7 +28,6 @@ def decoded():
         frames = b"".join(chunk.cpu().numpy().tobytes() for chunk in vae.decode_stream(latents))
     return vae, hashlib.sha256(frames).hexdigest()
 
-enable()
 """
 
 TWICE = """

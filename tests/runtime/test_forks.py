@@ -37,14 +37,12 @@ def said_in_a_child(use):
     return ours.recv()
 
 def use():
-    cogvideox_torchax.enable()
     return (torch.ones(2).to('jax') + 1).tolist()
 
 print(said_in_a_child(use))
 torchax.enable_globally()
 read_in_a_child()
 torchax.disable_globally()
-cogvideox_torchax.enable()
 read_in_a_child()
 print(context.Pool(1).map_async(total, range(4)).get(30))
 print(rows.map(lambda row: {"sum": total(row["n"])}, num_proc=2)["sum"][:])
@@ -67,7 +65,7 @@ USES = {
     "a model's stream": "next(vae.encode_stream(torch.zeros(1, 3, 1, 16, 16)))",
     "the Flax build": "flax_vae.encode(numpy.zeros((1, 1, 16, 16, 3), numpy.float32))",
     "weights for the Flax build": "FlaxAutoencoderKLCogVideoX.from_pretrained(model_directory)",
-    "torchax turned on": "cogvideox_torchax.enable()",
+    "a tensor made there": "torch.ones(2, device='jax')",
     "torchax turned on by hand": "torchax.enable_globally()",
 }
 """Expressions that would compute on JAX."""

@@ -12,8 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torch.nn import functional as F
 
 from cogvideox_torchax import make_mesh, runtime
-from cogvideox_torchax.runtime.environment import import_torchax
-from cogvideox_torchax.runtime.functions import RandomInTraceError
+from cogvideox_torchax.runtime.device import RandomInTraceError, import_torchax
 from tests.reference import largest_error
 
 N, H, S, K, D = 2, 4, 10, 12, 16
@@ -48,8 +47,7 @@ def on_jax(tree):
 @pytest.mark.parametrize(("args", "options"), ATTENTION.values(), ids=ATTENTION)
 def test_attention_is_torchs(args, options):
     expected = F.scaled_dot_product_attention(*args, **options)
-    with runtime.active():
-        result = F.scaled_dot_product_attention(*on_jax(args), **on_jax(options))
+    result = F.scaled_dot_product_attention(*on_jax(args), **on_jax(options))
     assert largest_error(result, expected) < 1e-6
 
 
@@ -126,8 +124,7 @@ def test_a_write_into_a_part_is_right_on_a_mesh(write, attends, shape):
     q = torch.from_numpy(args[0] @ args[1]).view(2, 8, 2, 4).transpose(1, 2)
     expected = PARTIAL_WRITES[write](q) @ torch.from_numpy(args[2]).mT
     expected = expected.softmax(-1) @ torch.from_numpy(args[2]) if attends else expected
-    with runtime.active():
-        result = jax.jit(compute, out_shardings=whole)(*arrays)
+    result = jax.jit(compute, out_shardings=whole)(*arrays)
     assert np.abs(np.asarray(result) - expected.numpy()).max() < 1e-4
 
 
@@ -144,9 +141,8 @@ def test_the_smallest_program_that_xla_gets_wrong_is_right_here():
         return base.reshape(1, 8, 16)
 
     x = drawn(8, 16)
-    expected = runtime.without_torchax(compute, x)
-    with runtime.active():
-        assert torch.equal(runtime.to_torch(in_a_program(compute, runtime.to_jax(x))), expected)
+    expected = compute(x)
+    assert torch.equal(runtime.to_torch(in_a_program(compute, runtime.to_jax(x))), expected)
 
 
 LIKE = drawn(2, 3, 4, 5)
@@ -203,6 +199,8 @@ DRAWS = {
     "log_normal_": lambda device: torch.zeros(30).to(device).log_normal_(),
     "geometric_": lambda device: torch.zeros(30).to(device).geometric_(0.3),
     "dropout": lambda device: F.dropout(torch.ones(30).to(device), 0.5),
+    "native dropout": lambda device: torch.native_dropout(torch.ones(30).to(device), 0.5, True)[0],
+    "rrelu": lambda device: F.rrelu(-torch.ones(30).to(device), training=True),
     "a distribution": lambda device: torch.distributions.Beta(*torch.ones(2, 3).to(device)).sample(),
     "channels last": lambda device: torch.randn_like(LIKE.to(device), memory_format=torch.channels_last),
     "out": lambda device: torch.randn(3, out=torch.empty(3, device=device)),
@@ -216,42 +214,22 @@ def test_random_numbers_follow_torchs_seed(draw):
     torch.manual_seed(3)
     expected = [draw("cpu"), draw("cpu")]
     torch.manual_seed(3)
-    with runtime.active():
-        results = [draw("jax"), draw("jax")]
+    results = [draw("jax"), draw("jax")]
     assert all(torch.equal(runtime.to_torch(got), want) for got, want in zip(results, expected, strict=True))
-
-
-def test_no_random_numbers_are_torchaxs_own():
-    table = import_torchax().ops.ops_registry.all_aten_ops
-    seeded = torch.Tag.nondeterministic_seeded
-    draws = [each for each in table if seeded in getattr(each, "tags", ())]
-    torchaxs = [each.name() for each in draws if table[each].func.__module__.startswith("torchax")]
-    assert len(draws) > 60
-    assert torchaxs == []
 
 
 @pytest.mark.parametrize("rows", [4, 6])
 def test_an_orthogonal_weight_is_filled(rows):
-    with runtime.active():
-        weight = torch.nn.init.orthogonal_(torch.empty(rows, 10 - rows, device="jax"), gain=2)
+    weight = torch.nn.init.orthogonal_(torch.empty(rows, 10 - rows, device="jax"), gain=2)
     values = runtime.to_torch(weight)
     product = values @ values.mT if rows == 4 else values.mT @ values
     assert largest_error(product, 4 * torch.eye(4)) < 1e-6
 
 
-@pytest.mark.parametrize(
-    "draw", [lambda x: torch.native_dropout(x, 0.5, True), lambda x: F.rrelu(x, training=True)]
-)
-def test_random_operators_without_pytorchs_numbers_are_refused_by_name(draw):
-    with runtime.active(), pytest.raises(ValueError, match=r"^got (native_dropout|rrelu_with_noise) on JAX"):
-        draw(torch.ones(3, device="jax"))
-
-
 def test_dtypes_of_64_bits_bring_no_warning():
-    with runtime.active():  # a warning is an error in tests
-        x = torch.full((2,), 3, dtype=torch.long, device="jax").long().double()
-        assert x.tolist() == [3, 3]
-        assert (x.max(0)[1].item(), x.argmax().item(), F.one_hot(x.long()).sum().item()) == (0, 0, 2)
+    x = torch.full((2,), 3, dtype=torch.long, device="jax").long().double()
+    assert x.tolist() == [3, 3]
+    assert (x.max(0)[1].item(), x.argmax().item(), F.one_hot(x.long()).sum().item()) == (0, 0, 2)
 
 
 SCALINGS = {
@@ -271,14 +249,13 @@ SCALINGS = {
 @pytest.mark.parametrize("scale", SCALINGS.values(), ids=SCALINGS)
 def test_numbers_scale_as_in_pytorch(scale, dtype):
     x = torch.randn(999, generator=torch.Generator().manual_seed(0)).to(dtype)
-    with runtime.active():
-        result = scale(runtime.to_jax(x))
+    result = scale(runtime.to_jax(x))
     assert torch.equal(runtime.to_torch(result), scale(x))
 
 
 def test_a_program_draws_no_random_numbers():
     draw = import_torchax().interop.jax_view(lambda x: x + torch.randn(2, device="jax"))
-    with runtime.active(), pytest.raises(RandomInTraceError, match="^randn draws random numbers"):
+    with pytest.raises(RandomInTraceError, match="^randn draws random numbers"):
         jax.eval_shape(draw, jnp.ones(2))
 
 
@@ -345,29 +322,26 @@ def test_a_write_through_a_view_is_seen_as_in_pytorch(write, run):
         return torch.cat([x.reshape(-1), *(view.reshape(-1) for view in views)])
 
     x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
-    expected = runtime.without_torchax(written, x.clone())
-    with runtime.active():
-        assert torch.equal(runtime.to_torch(run(written, runtime.to_jax(x))), expected)
+    expected = written(x.clone())
+    assert torch.equal(runtime.to_torch(run(written, runtime.to_jax(x))), expected)
 
 
 @pytest.mark.parametrize("on", ["cpu", "jax"])
 def test_a_copy_that_is_asked_for_shares_no_values(on):
-    with runtime.active():
-        x = torch.ones(3).to(on)
-        for copy in (x.to(copy=True), x.to(x, False, True), x.to(on, torch.float32, False, True)):
-            copy.zero_()
-        assert x.sum() == 3
-        assert x.to(on) is x.to(x.dtype, copy=False) is x
+    x = torch.ones(3).to(on)
+    for copy in (x.to(copy=True), x.to(x, False, True), x.to(on, torch.float32, False, True)):
+        copy.zero_()
+    assert x.sum() == 3
+    assert x.to(on) is x.to(x.dtype, copy=False) is x
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda")])
 def test_a_tensor_moved_to_cuda_is_on_jax(device):
-    with runtime.active():
+    with runtime.CudaIsJAX():
         assert runtime.on_jax(torch.ones(3).to(device))
 
 
 def test_a_write_into_a_view_of_another_dtype_is_refused():
-    with runtime.active():
-        x = runtime.to_jax(torch.ones(4, dtype=torch.complex64))
-        with pytest.raises(ValueError, match="of float32 that shares its memory with one of complex64"):
-            x.real.mul_(2)
+    x = runtime.to_jax(torch.ones(4, dtype=torch.complex64))
+    with pytest.raises(ValueError, match="of float32 that shares its memory with one of complex64"):
+        x.real.mul_(2)

@@ -1,65 +1,17 @@
 import contextlib
-import contextvars
-import threading
 
 import jax
 import pytest
 import torch
-import torchax
 
-from cogvideox_torchax import enable, load_pipeline, runtime
+from cogvideox_torchax import load_pipeline, runtime
 from cogvideox_torchax.runtime import clock, tensors
 from tests import reference, small_pipelines
 from tests.processes import printed_by
 
 
-@pytest.mark.usefixtures("torchax_off")
-def test_enabling_is_safe_to_repeat_and_to_mix_with_the_users_own():
-    torchax.enable_globally()
-    enable()
-    enable()
-    assert runtime.is_enabled()
-    torchax.disable_globally()
-    assert not runtime.is_enabled(), "one level, however often it was enabled"
-
-
-VARIABLE = contextvars.ContextVar("the caller's", default="unset")
-
-
-def own_state():
-    """Return a thread's settings, for torch, for JAX and its own."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_device().type,
-        jax.config.jax_default_matmul_precision,  # pyright: ignore[reportAttributeAccessIssue]
-        VARIABLE.get(),
-        threading.get_ident(),
-    )
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
-def test_without_torchax_all_else_is_as_the_caller_has_it(mode):
-    enable()
-    token = VARIABLE.set("set")
-    with mode(), jax.default_matmul_precision("float32"), torch.device("meta"):
-        modes = torch.overrides._get_current_function_mode_stack()
-        grad, inference = mode is torch.enable_grad, mode is torch.inference_mode
-        want = grad, inference, "meta", "float32", "set", threading.get_ident()
-        assert runtime.without_torchax(own_state) == want
-        assert runtime.without_torchax(runtime.is_enabled) is False
-        assert type(runtime.without_torchax(torch.ones, 2)) is torch.Tensor
-        assert runtime.without_torchax(torch.ones, 2).is_meta
-        with pytest.raises(KeyError):
-            runtime.without_torchax({}.__getitem__, "missing")
-        assert torch.overrides._get_current_function_mode_stack() == modes
-    VARIABLE.reset(token)
-    assert runtime.is_enabled()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_tensors_cross_over_and_back_unchanged_and_writable(dtype):
-    enable()
     x = torch.arange(24).reshape(2, 3, 4).to(dtype)
     back = runtime.to_torch(runtime.to_jax(x))
     assert back.dtype == dtype
@@ -67,29 +19,13 @@ def test_tensors_cross_over_and_back_unchanged_and_writable(dtype):
     back += 1
 
 
-def test_where_tensors_mix_the_hosts_arithmetic_runs_without_torchax(monkeypatch):
-    table = torch.linspace(0.1, 0.9, 4, dtype=torch.float64)
-    want = (1 - table[2]) ** 0.5
-    with runtime.mixing():
-        on_jax = table.float().to("jax")
-        with monkeypatch.context() as patched:
-            patched.setattr(torchax.tensor.Environment, "dispatch", None)
-            coefficient = (1 - table[2]) ** 0.5
-        assert type(coefficient) is torch.Tensor
-        assert coefficient == want
-        assert coefficient.dtype == want.dtype
-        assert runtime.on_jax(coefficient * on_jax)
-
-
 def test_frames_are_taken_from_a_view_too():
-    enable()
     x = runtime.to_jax(torch.arange(10.0).reshape(1, 1, 10, 1, 1))
     assert runtime.to_torch(tensors.take(x[:, :, 2:], 2, 3, 2)).flatten().tolist() == [5, 6]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_the_first_value_that_is_not_finite_is_found_on_both_backends(bad):
-    enable()
     x = torch.zeros(2, 3, 4)
     assert runtime.first_nonfinite(x) is runtime.first_nonfinite(runtime.to_jax(x)) is None
     assert runtime.largest(x - 2) == runtime.largest(runtime.to_jax(x - 2)) == 2
@@ -112,7 +48,6 @@ def test_the_compile_cache_is_where_it_should_be(variable, configured, directory
     monkeypatch.setenv("XDG_CACHE_HOME", "/tmp/caches")
     monkeypatch.setenv(runtime.COMPILE_CACHE_VARIABLE, variable)
     jax.config.update("jax_compilation_cache_dir", configured)
-    enable()
     assert jax.config.jax_compilation_cache_dir == directory
 
 
@@ -155,7 +90,6 @@ def test_the_checks_are_on():
 def test_a_vae_encodes_and_decodes_under_them(build):
     stock, z = reference.small_vae(**reference.TWO_SHALLOW_LEVELS), reference.latents(5, batch=2, height=4)
     x = reference.video(9, batch=2, height=8, width=16)
-    enable()
     with checks():
         made = reference.built(build, stock)
         made.enable_slicing()  # one video at a time, by programs that a stream of one takes too
@@ -165,8 +99,8 @@ def test_a_vae_encodes_and_decodes_under_them(build):
 
 @pytest.mark.usefixtures("torchax_off")
 def test_a_pipeline_runs_under_them(tmp_path):
-    pipe = runtime.without_torchax(small_pipelines.one_layer)
-    runtime.without_torchax(pipe.save_pretrained, tmp_path)
+    pipe = small_pipelines.one_layer()
+    pipe.save_pretrained(tmp_path)
     wanted = pipe(**small_pipelines.inputs("text", num_inference_steps=1)).frames
     with checks():
         loaded = load_pipeline(tmp_path, dtype=torch.float32)

@@ -15,7 +15,7 @@ from diffusers.pipelines.cogvideo.pipeline_cogvideox import CogVideoXPipeline
 from jax.sharding import Mesh
 
 import jax_kernels
-from cogvideox_torchax import AutoencoderKLCogVideoX, enable, load_pipeline, make_mesh, port, save_video
+from cogvideox_torchax import AutoencoderKLCogVideoX, load_pipeline, make_mesh, port, save_video
 from cogvideox_torchax.flax import (
     FlaxAutoencoderKLCogVideoX,
     FlaxAutoencoderKLCogVideoXConfig,
@@ -32,7 +32,6 @@ def port_and_run(pipe: CogVideoXPipeline, video: torch.Tensor) -> None:
     assert_type(load_pipeline("a-directory", mesh=mesh), Any)
     assert_type(load_pipeline("a-directory", pipeline_class=CogVideoXPipeline), CogVideoXPipeline)
     assert_type(save_video(video, "video.mp4", fps=8), None)
-    assert_type(enable(), None)
     vae = AutoencoderKLCogVideoX.from_pretrained("a-directory", dtype=torch.bfloat16)
     assert_type(vae, AutoencoderKLCogVideoX)
     assert_type(port(vae), AutoencoderKLCogVideoX)

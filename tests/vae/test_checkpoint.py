@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import torchax
 
-from cogvideox_torchax import AutoencoderKLCogVideoX, enable
+from cogvideox_torchax import AutoencoderKLCogVideoX
 from cogvideox_torchax.flax import FlaxVAEForPipelines
 from cogvideox_torchax.vae.checkpoint import ModelError
 from tests.vae.conftest import NAME, WEIGHTS, shallow_stock
@@ -32,7 +33,7 @@ def test_every_layout_loads_whether_or_not_torchax_is_on(
 ):
     stock.save_pretrained(tmp_path / folder, **saving)
     if torchax_on:
-        enable()
+        torchax.enable_globally()
     for kind in (AutoencoderKLCogVideoX, FlaxVAEForPipelines, type(stock)):
         vae = kind.from_pretrained(tmp_path, **loading)
         assert not vae.training

@@ -1,6 +1,7 @@
 """verify passes on sound backends, and names the layer of a broken one; its PSNR and SSIM."""
 
 import json
+import re
 import sys
 import types
 
@@ -120,13 +121,18 @@ def test_the_command_writes_json_tables_and_a_picture(
 ):
     make = compare.make_candidate
     monkeypatch.setattr(compare, "make_candidate", lambda _, *more: make("torch", *more))  # for Flax too
-    arguments = ["verify", "--model", str(model_directory), "--backends", "torch", "flax", *SIZE, "--quiet"]
+    arguments = ["verify", "--model", str(model_directory), "--backends", "torch", "flax", *SIZE]
     assert cli.main([*arguments, "-o", str(tmp_path / "out"), "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    out, said = capsys.readouterr()
+    assert re.search(r"this took \d+ s: the rest takes \d+ s", said)
+    printed = json.loads(out)
     assert printed == json.loads((tmp_path / "out" / "verify.json").read_text())
     assert (printed["format"], printed["device"]) == (report.FORMAT, "8 x cpu"), "JAX's device"
     assert (tmp_path / "out" / "verify.png").read_bytes().startswith(b"\x89PNG")
-    assert "| encoder.conv_in" in (tmp_path / "out" / "verify.md").read_text()
+    page = (tmp_path / "out" / "verify.md").read_text()
+    assert "| encoder.conv_in" in page
+    assert re.search(r"\| encode: frames +\| 2 +\| 2 +\| PASS", page)
+    assert re.search(r"\| encode: relative error +\| \S+ +\| at most \S+ +\| PASS", page)
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ class FlaxVAEForPipelines(ChunkedVAE):
     ) -> "FlaxVAEForPipelines":
         """Cast the weights; torch's `half()`, `float()` and the like call this with their cast as `fn`."""
         # An empty tensor shows the dtype that `fn` casts to.
-        return self._cast(runtime.without_torchax(lambda: fn(torch.zeros(0, dtype=self.dtype)).dtype))
+        return self._cast((lambda: fn(torch.zeros(0, dtype=self.dtype)).dtype)())
 
     def _cast(self, dtype: torch.dtype | None) -> "FlaxVAEForPipelines":
         if dtype not in (None, self.dtype):

@@ -16,8 +16,6 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
     AutoencoderKLCogVideoX as DiffusersAutoencoder,
 )
-from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-from diffusers.models.modeling_outputs import AutoencoderKLOutput
 from jax.sharding import Mesh
 from torch import nn
 
@@ -41,21 +39,6 @@ OPTIONS = {"revision", "token", "cache_dir", "local_files_only", "force_download
 NO_GRADIENT_IN_TILES = "gradients do not pass through tiles on JAX: call disable_tiling() before"
 
 
-class DifferentiablePosterior(DiagonalGaussianDistribution):
-    """Diffusers' posterior of moments on JAX, with gradients that reach these moments."""
-
-    def __init__(self, parameters: torch.Tensor):
-        # In place of diffusers' constructor, this sets all of its attributes. `parameters` are the moments.
-        # JAX splits and clips them, because torch's split and clamp lose the gradients of torchax tensors.
-        # The bounds of the log-variances are those of diffusers.
-        self.parameters, self.deterministic = parameters, False
-        self.mean = runtime.differentiated(lambda moments: moments[:, : moments.shape[1] // 2], parameters)
-        self.logvar = runtime.differentiated(
-            lambda moments: moments[:, moments.shape[1] // 2 :].clip(-30.0, 20.0), parameters
-        )
-        self.std, self.var = torch.exp(0.5 * self.logvar), torch.exp(self.logvar)
-
-
 def _from_pipe_with_ported_parts(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
     """Make a pipeline of the class `kind` from another one's parts, by `make`, diffusers' own `from_pipe`.
 
@@ -67,10 +50,7 @@ def _from_pipe_with_ported_parts(make: Callable[..., Any], kind: type, pipeline:
         for name, part in upstream.parts_for(kind, pipeline).items()
         if isinstance(part, PortedModel)
     }
-    if not ported:
-        return make(kind, pipeline, **options)
-    with runtime.active():  # `from_pipe` casts the parts: for weights on JAX, torchax must be enabled
-        return make(kind, pipeline, **{**ported, **options})  # a part in `options` replaces a ported one
+    return make(kind, pipeline, **{**ported, **options})  # a part in `options` replaces a ported one
 
 
 # This runs at import, because an unpickled model has called nothing of this module.
@@ -100,7 +80,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE):
         dtype: torch.dtype | str | None = None,
         **diffusers_options: Any,
     ) -> "AutoencoderKLCogVideoX":
-        """Load a model from a directory or from the hub, whether or not torchax is on.
+        """Load a model from a directory or from the hub.
 
         Args:
             pretrained_model_name_or_path: a local directory or a hub id.
@@ -121,8 +101,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE):
         options = {option: diffusers_options.pop(option) for option in OPTIONS & diffusers_options.keys()}
         directory, dtype_name = checkpoint.locate_with_dtype(name, subfolder, variant, dtype, options)
         try:
-            vae, info = runtime.without_torchax(
-                super().from_pretrained,
+            vae, info = super().from_pretrained(
                 directory,
                 variant=variant,
                 torch_dtype=getattr(torch, dtype_name),  # every release of diffusers takes this name
@@ -137,15 +116,6 @@ class AutoencoderKLCogVideoX(ChunkedVAE):
         return vae.eval()
 
     save_pretrained = saved_from_host(DiffusersAutoencoder.save_pretrained)
-
-    @functools.wraps(DiffusersAutoencoder.encode)
-    def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
-        (posterior,) = super().encode(x, return_dict=False)
-        # Diffusers' posterior would lose gradients on JAX.
-        if runtime.on_jax(x) and posterior.parameters.requires_grad:
-            with runtime.active():
-                posterior = DifferentiablePosterior(posterior.parameters)
-        return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
 
     # Running chunks
 

@@ -107,5 +107,5 @@ def stock_of(vae: DiffusersAutoencoder) -> DiffusersAutoencoder:
         return vae
     # The new weights take no memory; `assign` replaces them by `vae`'s own.
     stock = runtime.on_meta(DiffusersAutoencoder.from_config, vae.config)
-    runtime.without_torchax(stock.load_state_dict, vae.state_dict(), assign=True)
+    stock.load_state_dict(vae.state_dict(), assign=True)
     return stock.eval()

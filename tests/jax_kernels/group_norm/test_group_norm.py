@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from cogvideox_torchax.plan import hlo
+from benchmarks.plan import hlo
 from jax_kernels import group_norm
 from jax_kernels.common.columns import WHOLE
 from jax_kernels.common.dispatch import Target

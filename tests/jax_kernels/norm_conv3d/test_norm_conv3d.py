@@ -12,7 +12,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from cogvideox_torchax.plan import chips
+from benchmarks.plan import chips
 from jax_kernels import ColumnMoments, NormParams, norm_conv3d
 from jax_kernels.common.columns import Split
 from jax_kernels.common.tiles import SWITCH

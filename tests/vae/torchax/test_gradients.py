@@ -118,7 +118,7 @@ def test_gradients_equal_pytorchs(build, levels, run, x, first_frame, anew, devi
         port_to_eight(vae)
     if anew:
         getattr(vae, "flax_vae", vae).enable_gradient_checkpointing()
-    want = runtime.without_torchax(backward, stock, run, x, first_frame)
+    want = backward(stock, run, x, first_frame)
     assert want[:, :, 0].abs().max() > 0, "the loss reaches the first frame"
     of_x, of_weights = (of_flax if build == "flax" else of_the_port)(vae, run, x, first_frame)
     assert reference.largest_error(of_x, want) < RELATIVE
@@ -215,7 +215,7 @@ def test_tiles_decode_and_refuse_gradients_in_words(vae):
 def test_slices_of_a_batch_have_their_gradients(stock, vae):
     x = reference.video(1, batch=2)
     vae.train().enable_slicing()
-    want = runtime.without_torchax(backward, copy.deepcopy(stock), encoded, x, 0)
+    want = backward(copy.deepcopy(stock), encoded, x, 0)
     assert relative_error(runtime.to_torch(backward(vae, encoded, x, 0)), want) < RELATIVE
 
 
@@ -247,9 +247,8 @@ WRITES_OF_DATA = {
 @pytest.mark.parametrize("write", WRITES_OF_DATA.values(), ids=WRITES_OF_DATA)
 def test_a_write_into_the_data_of_a_trained_weight_is_as_in_pytorch(write, caplog):
     weights = [nn.Parameter(LATENTS.clone()), nn.Parameter(runtime.to_jax(LATENTS))]
-    runtime.without_torchax(write, weights[0])
-    with runtime.active():
-        write(weights[1])
+    write(weights[0])
+    write(weights[1])
     assert weights[1].requires_grad
     assert torch.equal(runtime.to_torch(weights[1].detach()), weights[0].detach())
     assert not caplog.records
@@ -297,9 +296,8 @@ def test_optimizers_and_averages_are_as_in_pytorch(optimizer, train):
         return [weight.detach() for weight in weights]
 
     plain = [LATENTS, VIDEO[0, 0, :3]]
-    expected = runtime.without_torchax(trained, [nn.Parameter(each.clone()) for each in plain])
-    with runtime.active():
-        results = trained([nn.Parameter(runtime.to_jax(each)) for each in plain])
+    expected = trained([nn.Parameter(each.clone()) for each in plain])
+    results = trained([nn.Parameter(runtime.to_jax(each)) for each in plain])
     for result, want in zip(results, expected, strict=True):
         assert reference.largest_error(runtime.to_torch(result), want) < 1e-5
 
@@ -346,8 +344,7 @@ def test_gradients_that_torch_composes_are_pytorchs_while_torchax_is_on(function
         return leaf.grad
 
     x = LATENTS[0, :3, 0]
-    expected = runtime.without_torchax(gradient, x)
-    with runtime.active():
-        result = gradient(x.to(on))
+    expected = gradient(x)
+    result = gradient(x.to(on))
     assert runtime.on_jax(result) == (on == "jax")
     assert reference.largest_error(runtime.to_torch(result), expected) < 1e-6

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.estimate.chips import CORES_LINK, MESSAGE, REACHED, Chip
-from benchmarks.estimate.hlo import TimedInstruction, times_run
+from benchmarks.plan.chips import CORES_LINK, MESSAGE, REACHED, TPU
+from benchmarks.plan.hlo import Instruction, times_run
 
 Coordinates = tuple[int, ...]
 """Position of a device: its chip's coordinates, and last the core's number on the chip."""
@@ -38,11 +38,9 @@ class Links:
     """
 
     places: tuple[Coordinates, ...]
-    chip: Chip
+    chip: TPU
 
-    def seconds(
-        self, found: Sequence[TimedInstruction], busy: Callable[[TimedInstruction], float]
-    ) -> dict[str, float]:
+    def seconds(self, found: Sequence[Instruction], busy: Callable[[Instruction], float]) -> dict[str, float]:
         """Return the seconds that a program waits for its collectives, by kind.
 
         Each computation is followed on its own: the chip runs its instructions in order, and the links send
@@ -72,7 +70,7 @@ class Links:
                 clock = max(clock, end)
         return waits
 
-    def _kind_and_seconds(self, instruction: TimedInstruction) -> tuple[str, float]:
+    def _kind_and_seconds(self, instruction: Instruction) -> tuple[str, float]:
         """Return a collective's kind, such as "all-reduce", and the seconds of its messages.
 
         An all-reduce in a computation whose name begins with `SCATTERED` counts as a reduce-scatter: each
@@ -169,7 +167,7 @@ class Links:
     def _axes(self) -> list[tuple[int, bool]]:
         """(length, whether its last chip is linked to its first) of each axis of the chips' grid.
 
-        `Chip.wraps` tells which axes have that link. If it is 16, each axis of 16 chips has one. For another
+        `TPU.wraps` tells which axes have that link. If it is 16, each axis of 16 chips has one. For another
         number all axes have one if it divides every axis's length, else none.
         """
         # A place is a chip's coordinates, then a core. By axis: all chips' coordinates.

@@ -8,30 +8,30 @@ one of diffusers' caches, which reuse a step's results in later steps; `cache` i
 
 import functools
 import importlib
+import inspect
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import T5Config, T5EncoderModel
 
+from benchmarks.plan import videos
+from benchmarks.plan.chips import GIB, Chip, PlanError
+from benchmarks.plan.programs import Work
 from cogvideox_torchax import runtime
 from cogvideox_torchax.files.models import INDEX, locate, read_json
 from cogvideox_torchax.pipelines.cache_options import config_of
 from cogvideox_torchax.pipelines.eight_bits import Weights, quantize
 from cogvideox_torchax.pipelines.known import port_network
-from cogvideox_torchax.pipelines.networks import KnownNetwork, TensorSpecs
-from cogvideox_torchax.pipelines.text_encoder import prompt_tensors
-from cogvideox_torchax.pipelines.transformer import CachedStep, step_tensors
-from cogvideox_torchax.plan import jobs
-from cogvideox_torchax.plan.chips import GIB, Chip, PlanError
-from cogvideox_torchax.plan.programs import Work
+from cogvideox_torchax.pipelines.networks import KnownNetwork
+from cogvideox_torchax.pipelines.transformer import CachedStep
 from cogvideox_torchax.runtime.places import describes_one_input
 from cogvideox_torchax.sharding import Parallel
 
@@ -60,24 +60,11 @@ TEXT_ENCODER: dict[str, Any] = {
 }
 """Config of T5 v1.1 XXL's encoder, which all published pipelines have."""
 
+TensorSpecs = dict[str, Any]
+"""(shape, JAX dtype) of each argument of a program, or a tuple of such pairs, by name."""
+
 STEPS = 50
 """Denoising steps of a whole video, diffusers' default."""
-
-
-@dataclass(frozen=True)
-class NetworkWork(Work):
-    """The program of a whole network.
-
-    Attributes:
-        layers: number of layers of the network.
-        parallel: in words, how the network uses the mesh's axis "tp", and why.
-        kept_bytes: bytes on one device of the results that a cache keeps for the next step, which takes them
-            as arguments; 0 without a cache.
-    """
-
-    layers: int = 0
-    parallel: str = ""
-    kept_bytes: int = 0
 
 
 def weightless_transformer(model: str, dtype: torch.dtype, weights: Weights | None = None) -> Any:
@@ -88,14 +75,14 @@ def weightless_transformer(model: str, dtype: torch.dtype, weights: Weights | No
             f"{model} has no transformer: give a whole pipeline, or one of {', '.join(TRANSFORMERS)}"
         )
     network_class = transformer_class(model, config)
-    return _ported(jobs.build(lambda: network_class.from_config(config), dtype, "meta"), weights)
+    return _ported(videos.build(lambda: network_class.from_config(config), dtype, "meta"), weights)
 
 
 def _ported(network: Any, weights: Weights | None) -> Any:
     """Port a network without weights, whose matrices become int8 if `weights` says so."""
     network = port_network(network)
     if weights:
-        runtime.without_torchax(quantize, network, weights)
+        quantize(network, weights)
     return network
 
 
@@ -122,12 +109,12 @@ def transformer_class(model: str, config: dict[str, Any]) -> Any:
 
 def transformer(config: dict[str, Any], dtype: torch.dtype, device: str = "meta") -> Any:
     """Return diffusers' transformer with random weights, or with none on the device "meta"."""
-    return jobs.build(lambda: CogVideoXTransformer3DModel.from_config(config), dtype, device)
+    return videos.build(lambda: CogVideoXTransformer3DModel.from_config(config), dtype, device)
 
 
 def text_encoder(config: dict[str, Any], dtype: torch.dtype, device: str = "meta") -> Any:
     """Return the text encoder of a T5 config with random weights, or with none on the device "meta"."""
-    return jobs.build(lambda: T5EncoderModel(T5Config(**config)), dtype, device)
+    return videos.build(lambda: T5EncoderModel(T5Config(**config)), dtype, device)
 
 
 def transformer_config(model: str) -> dict[str, Any]:
@@ -163,7 +150,7 @@ def step_work(
     cache: str | None = None,
     step: int = 0,
     weights: Weights | None = None,
-) -> NetworkWork:
+) -> Work:
     """Return the program of one denoising step of one video.
 
     Args:
@@ -190,11 +177,8 @@ def step_work(
     # 0 leaves the FLOPs to the compiler's count. PyTorch's would include the layers that the cache skips.
     flops = 0.0 if cache else _counted_flops(network, tensors) / mesh.size
     network.place_on(mesh, parallel, chip and chip.memory)  # None without a chip
-    # The program of a network of another class than CogVideoX's names its inputs by numbers. Then the new
-    # `tensors` have these names.
-    program, tensors = network.described_program(tensors)
-    previous_tensors = None
-    kept_bytes = 0
+    program, tensors = described_program(network, tensors)
+    previous_tensors, about = None, _about("step", network, network.config["num_layers"])
     if cache is not None:
         # The form tells which layers the step runs. The numbers are scalar inputs that the cache adds.
         form, numbers = _plan_cached_run(network, cache, batch)[step]
@@ -206,17 +190,70 @@ def step_work(
         # The program also takes the results that the cache kept in the previous step. Their shapes follow
         # from that step's inputs, which are described as this step's are. They are the last struct.
         previous_tensors = tensors
-        kept_bytes = _device_bytes(program.structs(tensors, before=tensors)[-1])
-    return NetworkWork(
+        about["kept_GiB"] = _device_bytes(program.structs(tensors, before=tensors)[-1]) / GIB
+    return Work(
         "step",
         frames,
         program.lower,
         functools.partial(program.structs, tensors, before=previous_tensors),
         flops=flops,
-        layers=network.config["num_layers"],
-        parallel=str(network.parallelism),
-        kept_bytes=kept_bytes,
+        about=about,
     )
+
+
+def _about(name: str, network: Any, layers: int) -> dict[str, Any]:
+    return {"network": f"{name}, {layers} layers", "parallel": str(network.parallelism)}
+
+
+def described_program(network: Any, tensors: TensorSpecs) -> tuple[Any, TensorSpecs]:
+    """Return the program of a call of a ported network, and the specs of the program's inputs, by name.
+
+    The program of a network that is not stock, or of another class than CogVideoX's, names its inputs by
+    numbers.
+    """
+    program = network.program if isinstance(network, KnownNetwork) else None
+    if program is not None:
+        return program, tensors
+    stock: Any = type(network).__bases__[-1]  # `port` puts the mixin before the stock class
+    # Classes of diffusers return an object unless they are asked for a tuple of tensors.
+    takes = inspect.signature(stock.forward).parameters
+    options = {"return_dict": False} if "return_dict" in takes else {}
+    return runtime.method_program(network, stock.forward, tensors, network.placement, **options)
+
+
+def step_tensors(
+    transformer: Any, *, batch: int, frames: int, height: int, width: int, text: int | None = None
+) -> TensorSpecs:
+    """Return the (shape, JAX dtype) of each input of a denoising step, by name.
+
+    Args:
+        transformer: a transformer of any class, with weights or without.
+        batch: number of videos; with guidance each counts as two.
+        frames, height, width: size of the latents.
+        text: number of tokens of a prompt; None for the model's limit.
+    """
+    # The config of a class that is not diffusers' may lack these two; None is their default.
+    config = {"patch_size_t": None, "ofs_embed_dim": None, **transformer.config}
+    dtype = runtime.jax_dtype(transformer.dtype)
+    patch_embed: Any = getattr(transformer, "patch_embed", None)
+    text = text or config["max_text_seq_length"]
+    tensors: TensorSpecs = {
+        "hidden_states": ((batch, frames, config["in_channels"], height, width), dtype),
+        "encoder_hidden_states": ((batch, text, config["text_embed_dim"]), dtype),
+        "timestep": ((batch,), jnp.int32),
+    }
+    patch = config["patch_size"]
+    patch_t = config["patch_size_t"] or 1  # None: a patch has one frame
+    patches = frames // patch_t * (height // patch) * (width // patch)
+    if config["use_rotary_positional_embeddings"]:
+        table = ((patches, config["attention_head_dim"]), jnp.float32)
+        tensors["image_rotary_emb"] = (table, table)  # cosines and sines
+    elif isinstance(transformer, KnownNetwork) and patch_embed.needs_table(height, width, frames):
+        # Only a ported transformer takes positions as an input, where its own table does not fit.
+        tensors["positions"] = ((1, text + patches, patch_embed.embed_dim), jnp.float32)
+    if config["ofs_embed_dim"]:
+        tensors["ofs"] = ((1,), dtype)
+    return tensors
 
 
 def _counted_flops(network: Any, tensors: TensorSpecs) -> int:
@@ -226,14 +263,11 @@ def _counted_flops(network: Any, tensors: TensorSpecs) -> int:
         shape, dtype = spec  # JAX's dtype
         return torch.empty(shape, dtype=getattr(torch, np.dtype(dtype).name), device="meta")
 
-    def count() -> int:
-        # "positions" is the port's own argument: diffusers' model computes its table of positions.
-        arguments = {name: spec for name, spec in tensors.items() if name != "positions"}
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            network(**jax.tree.map(meta_tensor, arguments, is_leaf=describes_one_input))
-        return counter.get_total_flops()
-
-    return runtime.without_torchax(count)
+    # "positions" is the port's own argument: diffusers' model computes its table of positions.
+    arguments = {name: spec for name, spec in tensors.items() if name != "positions"}
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        network(**jax.tree.map(meta_tensor, arguments, is_leaf=describes_one_input))
+    return counter.get_total_flops()
 
 
 def cached_steps(model: str, dtype: torch.dtype, cache: str, guided: bool = True) -> dict[int, int]:
@@ -267,7 +301,7 @@ def _plan_cached_run(network: Any, cache: str, batch: int) -> list[Any]:
     network.take_cache()  # moves the hooks that diffusers has put on the modules into `step_cache`
     # A step's form tells which layers it runs. Its numbers are the scalar inputs that the cache adds to the
     # step's program, such as a threshold, by name.
-    return runtime.without_torchax(network.step_cache.plan_run, network, batch, steps())
+    return network.step_cache.plan_run(network, batch, steps())
 
 
 def weight_bytes(work: Work) -> int:
@@ -285,27 +319,19 @@ def _device_bytes(structs: Any) -> int:
     )
 
 
+def prompt_tensors(*, batch: int, text: int) -> TensorSpecs:
+    """Return the (shape, JAX dtype) of the encoder's input, for `batch` prompts of `text` tokens each."""
+    return {"input_ids": ((batch, text), jnp.int32)}
+
+
 def prompt_work(
     model: str, dtype: torch.dtype, mesh: Any, *, tokens: int, weights: Weights | None = None
-) -> NetworkWork:
+) -> Work:
     """Return the program that encodes one prompt of `tokens` tokens."""
     config = text_encoder_config(model)
     network = _ported(text_encoder(config, dtype), weights)
     network.place_on(mesh)
     program = network.program
     structs = functools.partial(program.structs, prompt_tensors(batch=1, text=tokens))
-    description = {"layers": config["num_layers"], "parallel": str(network.parallelism)}
-    return NetworkWork("prompt", tokens, program.lower, structs, **description)
-
-
-def about(work: NetworkWork, counts: Sequence[int]) -> dict[str, Any]:
-    """Return the figures of a network that need no compiling, by the names that `plan` prints.
-
-    `work` is the program, with a cache that of a step which runs all layers. `counts` has the number of such
-    steps in a video, and with a cache the number of each kind of step that skips layers.
-    """
-    rows = {"network": f"{work.name}, {work.layers} layers", "parallel": work.parallel}
-    if not work.kept_bytes:  # without a cache all steps are alike
-        return rows
-    kinds = (f"{count} of skipping step {kind}" for kind, count in enumerate(counts[1:], 1))
-    return rows | {"kept_GiB": work.kept_bytes / GIB, "steps": ", ".join((f"{counts[0]} in full", *kinds))}
+    about = _about("prompt", network, config["num_layers"])
+    return Work("prompt", tokens, program.lower, structs, about=about)

@@ -1,20 +1,35 @@
-"""What the estimates read off compiled text beyond `plan`: cycles, loops, and the groups of collectives.
+"""The reader of compiled text (`compiled.as_text()`, XLA's HLO): instructions, arrays, collectives, loops.
 
 The text is a list of computations: the entry, and the bodies of fusions, loops and branches. Each has a head
-line and one line for each instruction.
+line and one line for each instruction. On a mesh it is the program of one device. The compiler's cycles,
+layouts in tiles and groups of devices are those of a TPU's text.
 """
 
 import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from cogvideox_torchax.plan import hlo
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+PALLAS = 'custom_call_target="tpu_custom_call"'
+"""The attribute of a custom call that runs a Pallas kernel."""
 
+# "ROOT %NAME = RESULT OP(OPERANDS), ATTRIBUTES": the result is one type, or a tuple of types in parentheses.
+_INSTRUCTION = re.compile(
+    r"^\s*(?P<root>ROOT )?%?(?P<name>\S+) = (?P<result>\(.*?\)|\S+) (?P<op>[a-z][\w-]*)\((?P<operands>[^)]*)"
+)
+# A type such as "bf16[6,5]{1,0:T(8,128)(2,1)S(1)}": its axes from the minor one on, its tiles along these,
+# and its memory, where "S(1)" is VMEM. "pred" is XLA's name of bool.
+_ARRAY = re.compile(
+    r"\b(?P<dtype>pred|[a-z]+\d+\w*)\[(?P<shape>[\d,]*)\]"
+    r"(?:\{(?P<order>[\d,]*)(?::(?:T\((?P<tile>[\d,]*)\))?(?P<rest>[^}]*))?\})?"
+)
+# JAX's name stack at an instruction's tracing, "outer/inner", which the line's metadata has as its `op_name`.
+_SCOPE = re.compile(r'op_name="([^"]*)"')
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _CALLED = re.compile(r"calls=%?([\w.\-]+)")
 _CYCLES = re.compile(r'"?estimated_cycles"?:"(\d+)"')
@@ -27,22 +42,36 @@ _GROUPS = re.compile(
 )
 _IOTA = re.compile(r"\[([\d,]*)\]<=\[([\d,]*)\](?:T\(([\d,]*)\))?")
 _STARTED = re.compile(r"-done\((?:\(.*\) |[^%]\S* )?%?([\w.\-]+)\)")
-# Of "ROOT %NAME = TYPE OP(OPERANDS), ATTRIBUTES": whether it is a root, the type, and the operands.
-_PARTS = re.compile(r"^\s*(ROOT )?%?\S+ = (\(.*?\)|\S+) [a-z][\w-]*\(([^)]*)")
 _NAME = re.compile(r"%([\w.\-]+)")
-# An array with its layout, such as "bf16[6,5]{1,0:T(8,128)(2,1)S(1)}": its axes from the minor one on, its
-# tiles along these, and its memory, where "S(1)" is VMEM.
-_LAYOUT = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\](?:\{([\d,]*)(?::(?:T\(([\d,]*)\))?([^}]*))?\})?")
 NO_ESTIMATE = 2**63 - 1
 """The compiler's cycle count for an instruction without an estimate (some copies on tpu7x)."""
 
 
 @dataclass(frozen=True)
-class TimedInstruction(hlo.Instruction):
+class ArrayType:
+    """An array of a compiled program: XLA's name of its dtype, and its shape on one device."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes without padding."""
+        bits = re.search(r"\d+", self.dtype)  # "bf16" has 16; a bool, "pred", names none and takes a byte
+        return math.ceil(math.prod(self.shape) * (int(bits[0]) if bits else 8) / 8)
+
+
+@dataclass(frozen=True)
+class Instruction:
     """One instruction of a compiled program, and what its time depends on.
 
     Attributes:
-        computation: name of the computation that the instruction is in.
+        name: unique in the program.
+        op: the opcode, such as "fusion", "custom-call" or "all-gather-start".
+        results: the arrays that it returns, on one device.
+        scope: JAX's name stack at its tracing, "outer/inner", which has module names; "" for none.
+        is_kernel: whether it runs a Pallas kernel.
+        computation: name of the computation that it is in.
         moved: bytes that it reads and writes in the chip's memory, as they are padded there; arrays in VMEM
             have none. Of an array that is only sliced, or updated in place, the slice or the update counts.
         called: name of the computation that a fusion calls (`calls=`), or None.
@@ -56,6 +85,11 @@ class TimedInstruction(hlo.Instruction):
             other instructions.
     """
 
+    name: str
+    op: str
+    results: tuple[ArrayType, ...]
+    scope: str
+    is_kernel: bool
     computation: str
     moved: int
     called: str | None
@@ -65,46 +99,73 @@ class TimedInstruction(hlo.Instruction):
     groups: tuple[tuple[int, ...], ...]
     started: str | None
 
+    @property
+    def collective(self) -> str | None:
+        """The kind of collective, one of `COLLECTIVES`; None for other instructions.
 
-def instructions(text: str) -> Iterator[TimedInstruction]:
+        An asynchronous pair, such as "all-gather-start" and "all-gather-done", is one collective: its start.
+        """
+        kind = self.op.removesuffix("-start")
+        return kind if kind in COLLECTIVES else None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its result on one device."""
+        sizes = [array.bytes for array in self.results]
+        if not self.op.endswith("-start"):
+            return sum(sizes)
+        # The start of an asynchronous pair returns its operand beside its result. The result is the larger of
+        # the two arrays. For a reduce-scatter it is the smaller one, because it is a part of the operand.
+        if self.op == "reduce-scatter-start":
+            return min(array.bytes for array in self.results if array.shape)  # scalars are no data
+        return max(sizes, default=0)
+
+
+def instructions(text: str) -> Iterator[Instruction]:
     """Yield the instructions of a compiled program's text, in the text's order."""
     computation = ""
     sizes: dict[str, int] = {}  # by an instruction's name: the bytes of its results in the chip's memory
     # The bytes that an instruction writes, by its name, and its computation's root, by the computation's.
     written: dict[str, int] = {}
     read = Counter[str]()  # by an instruction's name: the bytes of its results that others read
-    parameters: dict[tuple[str, int], str] = {}  # names by (computation, index)
+    parameters: dict[tuple[str | None, int], str] = {}  # names by (computation, index)
     for line in text.splitlines():
         if head := _COMPUTATION.match(line):
             computation = head[1]
-        elif found := hlo.instruction(line):
-            cycles = _number(_CYCLES, line)
-            called = _first_group(_CALLED, line)
-            root, type_, arguments = _PARTS.search(line).groups()  # pyright: ignore[reportOptionalMemberAccess]
-            operands = _NAME.findall(arguments)
-            size = sizes[found.name] = writes = bytes_in_memory(type_)
+        elif found := _INSTRUCTION.match(line):
+            name, op, type_ = found["name"], found["op"], found["result"]
+            called, cycles = _first_group(_CALLED, line), _number(_CYCLES, line)
+            operands = _NAME.findall(found["operands"])
+            size = sizes[name] = writes = bytes_in_memory(type_)
             reads = [sizes.get(operand, 0) for operand in operands]
-            if found.op == "parameter":
-                parameters[computation, int(arguments)] = found.name
-            elif found.op in ("slice", "dynamic-slice"):
+            if op == "parameter":
+                parameters[computation, int(found["operands"])] = name
+            elif op in ("slice", "dynamic-slice"):
                 reads = [size]
-            elif found.op == "dynamic-update-slice":  # of an array, by the second operand
+            elif op == "dynamic-update-slice":  # of an array, by the second operand
                 reads[0], writes = 0, reads[1]
-            elif found.op == "tuple":
+            elif op == "tuple":
                 writes = sum(written.get(operand, 0) for operand in operands)
             elif called in written:
-                reads = [min(whole, read[parameters[called, i]]) for i, whole in enumerate(reads)]
+                reads = [min(whole, read[parameters.get((called, i), "")]) for i, whole in enumerate(reads)]
                 writes = min(size, written[called])
             read.update(dict(zip(operands, reads, strict=False)))
-            written[computation if root else found.name] = writes
-            yield TimedInstruction(
-                **vars(found),
+            written[computation if found["root"] else name] = writes
+            yield Instruction(
+                name=name,
+                op=op,
+                results=tuple(
+                    ArrayType(array["dtype"], tuple(_integers(array["shape"])))
+                    for array in _ARRAY.finditer(type_)
+                ),
+                scope=_first_group(_SCOPE, line) or "",
+                is_kernel=op == "custom-call" and PALLAS in line,
                 computation=computation,
                 moved=sum(reads) + writes,
                 called=called,
                 cycles=0 if cycles == NO_ESTIMATE else cycles,
                 runs=tuple(re.findall(r"[\w.\-]+", " ".join(_RUNS.findall(line)))),
-                trips=_number(_TRIPS, line) if found.op == "while" else 1,
+                trips=_number(_TRIPS, line) if op == "while" else 1,
                 groups=_groups(_first_group(_GROUPS, line) or ""),
                 started=_first_group(_STARTED, line),
             )
@@ -113,15 +174,42 @@ def instructions(text: str) -> Iterator[TimedInstruction]:
 def bytes_in_memory(types: str) -> int:
     """Return the bytes of a type's arrays in the chip's memory, in whole tiles; those in VMEM have none."""
     total = 0
-    for dtype, shape, order, tile, rest in _LAYOUT.findall(types):
-        sizes = _integers(shape)
-        for axis, multiple in zip(_integers(order), reversed(_integers(tile)), strict=False):
+    for array in _ARRAY.finditer(types):
+        sizes = _integers(array["shape"])
+        order, tile = _integers(array["order"] or ""), _integers(array["tile"] or "")
+        for axis, multiple in zip(order, reversed(tile), strict=False):
             sizes[axis] = -(-sizes[axis] // multiple) * multiple
-        total += 0 if "S(" in rest else hlo.ArrayType(dtype, tuple(sizes)).bytes
+        in_vmem = "S(" in (array["rest"] or "")
+        total += 0 if in_vmem else ArrayType(array["dtype"], tuple(sizes)).bytes
     return total
 
 
-def times_run(found: Sequence[TimedInstruction]) -> dict[str, int]:
+@dataclass(frozen=True)
+class Traffic:
+    """The collectives of one kind on one device: their number and bytes, and those of the largest array."""
+
+    count: int
+    bytes: int
+    largest: int
+
+
+def collectives(found: Iterable[Instruction]) -> dict[str, Traffic]:
+    """Sum up the collectives in a device's instructions, by their kind; one inside a loop counts once."""
+    by_kind: dict[str, list[Instruction]] = {}
+    for instruction in found:
+        if instruction.collective:
+            by_kind.setdefault(instruction.collective, []).append(instruction)
+    return {
+        kind: Traffic(
+            count=len(same_kind),
+            bytes=sum(instruction.bytes for instruction in same_kind),
+            largest=max((array.bytes for each in same_kind for array in each.results), default=0),
+        )
+        for kind, same_kind in by_kind.items()
+    }
+
+
+def times_run(found: Sequence[Instruction]) -> dict[str, int]:
     """Return how often each computation, by its name, runs in one run of a program's instructions.
 
     A loop's body runs once per trip; a loop of unknown length counts as one trip. Several instructions may

@@ -1,4 +1,4 @@
-"""Plans of a transformer's step and of a prompt, of small networks, on this machine's CPU."""
+"""Plans of a step, a prompt, a whole pipeline and of training, of small networks, on this machine's CPU."""
 
 import functools
 import json
@@ -11,13 +11,13 @@ import pytest
 import torch
 from diffusers import ConsisIDTransformer3DModel
 
-from cogvideox_torchax import cli, make_mesh, runtime
-from cogvideox_torchax.cli import plan, planning
-from cogvideox_torchax.plan import chips, jobs, networks, programs
-from cogvideox_torchax.plan.chips import PlanError
-from cogvideox_torchax.vae.directions import ENCODE
-from tests import small_pipelines
-from tests.plan.test_jobs import plan_of
+from benchmarks.__main__ import main
+from benchmarks.plan import advice, chips, command, networks, programs, videos
+from benchmarks.plan.chips import PlanError
+from benchmarks.plan.requests import PlanRequest, requested
+from cogvideox_torchax import make_mesh
+from tests import reference, small_pipelines
+from tests.benchmarks.test_plan import plan_of
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
@@ -32,13 +32,12 @@ def _small(monkeypatch, in_an_empty_directory):
 
 
 def test_a_step_is_planned_whole_with_the_work_that_pytorch_counts():
-    runtime.enable()
     work = networks.step_work("5b", torch.float32, make_mesh(1, 2), None, frames=3, height=4, width=8)
     plan = programs.compile_program(work, make_mesh(1, 2))
     sizes = [
         parameter.numel() for parameter in networks.weightless_transformer("5b", torch.float32).parameters()
     ]
-    assert work.layers == 2
+    assert work.about["network"] == "step, 2 layers"
     assert plan.argument_bytes == pytest.approx(4 * sum(sizes), rel=0.05)  # all layers' weights, and inputs
     # Of two passes through all layers: 2 FLOPs for each weight of a matrix and each token, and attention's.
     tokens = 16 + 3 * 2 * 4
@@ -55,7 +54,7 @@ def test_a_plan_of_a_prompt_is_of_the_models_own_text_encoder(tmp_path):
     small_pipelines.text_encoder(num_layers=5).save_pretrained(tmp_path / "text_encoder")
     (tmp_path / "model_index.json").write_text("{}")
     work = networks.prompt_work(str(tmp_path), torch.float32, make_mesh(1, 1), tokens=16)
-    assert work.layers == 5
+    assert work.about["network"] == "prompt, 5 layers"
     assert networks.weight_bytes(work) < 1e6, "its own width"
 
 
@@ -116,21 +115,20 @@ def test_the_published_transformers_have_their_published_sizes(monkeypatch):
 
 def test_a_step_of_an_unknown_transformer_costs_what_the_known_one_of_its_sizes_costs(tmp_path):
     """Its class is named by the pipeline's index; its attention is the kernel too."""
-    runtime.enable()
     known = small_pipelines.transformer("5b", num_layers=1)
-    model = runtime.without_torchax(ConsisIDTransformer3DModel.from_config, {**known.config})
-    runtime.without_torchax(model.save_pretrained, tmp_path / "transformer")
+    model = ConsisIDTransformer3DModel.from_config({**known.config})
+    model.save_pretrained(tmp_path / "transformer")
     index = {"_class_name": "ConsisIDPipeline", "transformer": ["diffusers", "ConsisIDTransformer3DModel"]}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     size = {"frames": 3, "height": 4, "width": 8}
-    runtime.without_torchax(known.save_pretrained, tmp_path / "known" / "transformer")
+    known.save_pretrained(tmp_path / "known" / "transformer")
     mesh = make_mesh(1, 1, devices=jax.devices()[:1])
     works = [
         networks.step_work(str(each), torch.bfloat16, mesh, None, **size)
         for each in (tmp_path, tmp_path / "known")
     ]
     assert works[0].flops == pytest.approx(works[1].flops, rel=0.1)
-    assert str(works[0].parallel) == "batch over dp, weights whole, tokens not split"
+    assert works[0].about["parallel"] == "batch over dp, weights whole, tokens not split"
     plans = [programs.compile_program(work, mesh) for work in works]
     assert plans[0].flops == pytest.approx(plans[1].flops, rel=0.1)
     with pytest.raises(PlanError, match="got --cache for a ConsisIDTransformer3DModel"):
@@ -146,28 +144,30 @@ def test_a_step_of_an_unknown_transformer_costs_what_the_known_one_of_its_sizes_
 def whole_plan(tmp_path_factory):
     """Save a pipeline; return a function that plans it for chips of so many bytes: CPUs are its slices."""
     directory = tmp_path_factory.mktemp("pipeline")
-    runtime.without_torchax(small_pipelines.one_layer().save_pretrained, directory)
+    small_pipelines.one_layer().save_pretrained(directory)
     options = ("--pipeline", str(directory), "--dtype", "float32", *SIZE, "-o", str(directory / "plan.json"))
 
-    def devices_of(slice_name):
+    def devices_of(slice_name, **_):
         # A larger slice than there are CPUs takes them twice: nothing is compiled for it.
         return (2 * jax.devices())[: math.prod(map(int, slice_name[4:].split("x")))]
 
     compiled = {}
 
-    def compile_once(work, mesh):
+    compile_program = programs.compile_program
+
+    def compile_once(work, mesh, chip=None):
         """Compile a program for one device; on a mesh each device has a share of its temporaries."""
         if work.name not in compiled:
-            compiled[work.name] = programs.compile_program(work, mesh)
+            compiled[work.name] = compile_program(work, mesh)
         return replace(compiled[work.name], temp_bytes=compiled[work.name].temp_bytes // mesh.size)
 
     @functools.cache
     def whole_plan(memory, *more):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(chips, "topology_devices", devices_of)
-            patch.setattr(planning, "compile_program", compile_once)
+            patch.setattr(programs, "compile_program", compile_once)
             patch.setitem(chips.CHIPS, "v6e", chips.Chip(1e12, 1e12, memory, 1e9))
-            assert cli.main(["plan", *options, *more]) == 0
+            assert main(["plan", *options, *more]) == 0
         return json.loads((directory / "plan.json").read_text())
 
     return whole_plan
@@ -219,39 +219,34 @@ def test_a_pipeline_that_does_not_fit_is_told_what_fits(whole_plan):
 def test_tiles_are_named_where_with_offload_a_chunk_alone_does_not_fit(monkeypatch):
     asked = []
 
-    def largest_tile(_vae, job, _devices, chip, peak, **_options):
-        asked.append((job.height, job.width, chip.memory, peak))
-        return jobs.Change("--tiling 16x32 (4 tiles)", 50)
+    def tiles(_args, request, memory, peak):
+        asked.append((request, memory, peak))
+        yield "--tiling 16x32 (4 tiles)", 50
 
-    monkeypatch.setattr(jobs, "largest_tile_that_fits", largest_tile)
-    chip = chips.Chip(1.0, 1.0, 100, 1.0)
-    words = ["plan", "--pipeline", "5b", "--topology", "v5p:1x1x1", "--offload", *SIZE]
-    args = cli.parser().parse_args(words)
-    plan.check(args)
-    request = planning.PlanRequest(
+    monkeypatch.setattr(advice, "_tiles", tiles)
+    args = command.parsed(["--pipeline", "5b", "--topology", "v5p:1x1x1", "--offload", *SIZE])
+    request = PlanRequest(
         works=(),
         counts=(),
         mesh=make_mesh(1, 1),
-        chip=chip,
-        about=dict.fromkeys(("weights_GiB", "text_encoder_GiB", "transformer_GiB", "vae_GiB"), 0.0),
-        job=vars(args) | {"tile": None},
+        chip=None,
+        about={},
+        job=vars(args),
+        weights=(20, 20, 20),
         other_weights=(60, 60, 60, 60),
         own_weights=(0, 0, 5, 5),
     )
     for step, chunk, fitting in ((70, 120, 70), (40, 96, 55), (101, 120, None)):
-        programs = [SimpleNamespace(peak_bytes=peak) for peak in (30, step, chunk, 90)]
-        changes = planning._pipeline_would_fit(args, request, chip, programs)
-        expected = [jobs.Change("--offload --tiling 16x32 (4 tiles)", fitting)] if fitting else []
-        assert changes == expected
-    assert asked == [(32, 64, 95, 120), (32, 64, 95, 96)], "beside the encoder's weights"
+        plans = [SimpleNamespace(peak_bytes=peak) for peak in (30, step, chunk, 90)]
+        expected = {"--offload --tiling 16x32 (4 tiles)": fitting} if fitting else {}
+        assert dict(advice.changes(args, request, 100, plans)) == expected
+    assert asked == [(request, 95, 120), (request, 95, 96)], "beside the encoder's weights"
 
 
 def test_weights_in_int8_are_planned_as_they_run():
     def of_networks(*more):
-        args = cli.parser().parse_args(["plan", "--pipeline", "5b", "--platform", "cpu", *SIZE, *more])
-        plan.check(args)
-        request = planning.requested(args)
-        encoder = jobs.weight_bytes(jobs.weightless_vae("5b", torch.bfloat16), ENCODE)
+        request = requested(command.parsed(["--pipeline", "5b", "--platform", "cpu", *SIZE, *more]))
+        encoder = videos.weight_bytes(videos.weightless_vae("5b", torch.bfloat16).encoder)
         assert request.own_weights == (0, 0, encoder), "with offload the VAE is there whole"
         return [(networks.weight_bytes(work), work.flops) for work in request.works[:2]]
 
@@ -260,3 +255,18 @@ def test_weights_in_int8_are_planned_as_they_run():
     for (whole_bytes, whole_flops), (int8_bytes, int8_flops) in zip(whole, int8, strict=True):
         assert 0.5 < int8_bytes / whole_bytes < 0.75, "half of bfloat16's, and embeddings, norms and scales"
         assert int8_flops == whole_flops
+
+
+@pytest.mark.slow
+def test_a_training_step_takes_both_gradients_and_what_the_optimizer_keeps(monkeypatch):
+    monkeypatch.setitem(videos.CONFIGS, "5b", {**reference.SMALL, **reference.TWO_SHALLOW_LEVELS})
+    words = "--network train-step --platform cpu --dtype float32 --frames 1 --height 8 --width 8"
+    found = plan_of(*words.split())
+    assert [program["name"] for program in found["programs"]] == ["train encode", "train decode"]
+    weights = videos.weight_bytes(videos.weightless_vae("5b", torch.float32))
+    summary = {name: size * 2**30 for name, size in found["summary"].items() if "GiB" in name}
+    assert summary["optimizer_GiB"] == pytest.approx(2 * weights), "two float32 moments of each weight"
+    # Every weight has its gradient, and so has the input.
+    assert weights < summary["gradients_GiB"] < 1.1 * weights
+    parts = ("weights_and_inputs_GiB", "temporaries_GiB_at_most", "gradients_GiB", "optimizer_GiB")
+    assert summary["peak_memory_GiB"] == pytest.approx(sum(summary[part] for part in parts))

@@ -1,6 +1,5 @@
-"""The plan of a small model: for a real TPU topology, and for this machine's CPU."""
+"""Plans of the VAE: for a real TPU topology, for a GPU that is not there, and for this machine's CPU."""
 
-import functools
 import json
 import os
 import subprocess
@@ -15,14 +14,12 @@ import pytest
 import torch
 from jax.experimental import topologies
 
-from cogvideox_torchax import cli, make_mesh
-from cogvideox_torchax.cli import planning
-from cogvideox_torchax.cli.common import DEMO_MODEL
-from cogvideox_torchax.plan import chips, jobs, programs
-from cogvideox_torchax.plan.hlo import Traffic, collectives, instructions
-from cogvideox_torchax.vae.directions import DECODE, Direction
+from benchmarks.__main__ import main
+from benchmarks.pages import DEMO_MODEL, FORMAT
+from benchmarks.plan import advice, chips, command, programs, videos
+from benchmarks.plan.hlo import Traffic, collectives, instructions
+from benchmarks.plan.requests import PlanRequest, requested
 from jax_kernels.attention.xla import cudnn_supports
-from tests import reference
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
@@ -48,31 +45,34 @@ def test_collectives_are_counted_with_their_bytes_and_their_largest_result():
     }
 
 
+VIDEO = "--frames 17 --height 512 --width 768"
+
+
 def plan_of(*arguments: object):
     """Return the plan that a command writes into the current directory."""
-    assert cli.main(["plan", *map(str, arguments), "-o", "plan.json"]) == 0
+    assert main(["plan", *map(str, arguments), "-o", "plan.json"]) == 0
     return json.loads(Path("plan.json").read_text())
 
 
 @pytest.mark.usefixtures("in_an_empty_directory")
-def test_a_plan_for_a_tpu_without_one(capsys):
-    arguments = ("--model", DEMO_MODEL, "--frames", 1, "--height", 16, "--width", 24)
-    document = plan_of(*arguments, "--encode", "--save-hlo", "hlo")
-    (program,) = document["programs"]
-    chip = chips.CHIPS["v6e"]
+def test_a_plan_for_a_tpu_without_one():
+    size = ("--frames", 1, "--height", 16, "--width", 24)
+    document = plan_of("--model", DEMO_MODEL, *size, "--encode", "--save-hlo", "hlo")
+    (program,), summary, chip = document["programs"], document["summary"], chips.CHIPS["v6e"]
     floor = max(program["flops"] / chip.flops, program["bytes_accessed"] / chip.bandwidth)
-    assert document["summary"]["floor_s"] == floor > 0
+    assert program["floor_s"] == summary["floor_s"] == floor > 0
+    # All arrays of so small a model are in VMEM, where the floor counts bytes and the estimate does not.
+    assert program["seconds"] == summary["estimate_s"] == sum(program["shares"].values()) > 0
     assert program["argument_bytes"] > 0
-    assert "for times: python -m benchmarks estimate" in capsys.readouterr().err
-    assert document == document | {"topology": "v6e:1x1", "format": jobs.FORMAT}
-    assert document["summary"]["fits"] is True
+    assert document == document | {"topology": "v6e:1x1", "format": FORMAT, "counts": [1]}
+    assert summary["fits"] is True
     assert "estimated_cycles" in Path("hlo/encode_first.hlo.txt").read_text()
 
 
 def test_two_processes_plan_at_once():
     chips.topology_devices("v6e:1x1")  # libtpu is this process's from here on
     environment = {name: value for name, value in os.environ.items() if name != "ALLOW_MULTIPLE_LIBTPU_LOAD"}
-    other = "from cogvideox_torchax.plan import chips; chips.topology_devices('v6e:1x1')"
+    other = "from benchmarks.plan import chips; chips.topology_devices('v6e:1x1')"
     subprocess.run([sys.executable, "-c", other], env=environment, check=True, timeout=120)
 
 
@@ -85,7 +85,7 @@ def test_a_plan_for_this_machine(capsys, tp):
     assert json.loads(capsys.readouterr().out) == document
     (program,) = document["programs"]
     assert (document["summary"]["chunks"], document["counts"], program["flops"] > 0) == (1, [1], True)
-    assert "floor_s" not in document["summary"], "a CPU has no published peaks"
+    assert not document["summary"].keys() & {"floor_s", "estimate_s"}, "a CPU has no published peaks"
     assert ("collective-permute" in program["collectives"]) == (tp == 2)
 
 
@@ -100,22 +100,19 @@ def test_a_plan_for_this_machine(capsys, tp):
     ],
 )
 @pytest.mark.slow_cases(but=["flax-encode-1"])
-def test_the_other_backends_are_planned_too(tmp_path, backend, kind, tp):
-    reference.small_vae().save_pretrained(tmp_path)
-    vae = jobs.weightless_vae(str(tmp_path), torch.float32)
-    job = jobs.Job(Direction(kind), 9, 16, 16)
-    ours, theirs = (
-        list(jobs.plan_programs(vae, job, jax.devices("cpu"), tp=tp, backend=name))
-        for name in ("torchax", backend)
-    )
-    assert [program.name for program in theirs] == [program.name for program in ours]
+@pytest.mark.usefixtures("in_an_empty_directory")
+def test_the_other_backends_are_planned_too(model_directory, backend, kind, tp):
+    options = ("--platform", "cpu", "--dtype", "float32", "--frames", 9, "--height", 16, "--width", 16)
+    options += ("--tp", tp, *["--encode"] * (kind == "encode"), "--model", model_directory)
+    ours, theirs = (plan_of(*options, "--backend", name)["programs"] for name in ("torchax", backend))
+    assert [program["name"] for program in theirs] == [program["name"] for program in ours]
     for got, want in zip(theirs, ours, strict=True):
-        assert got.frames == want.frames
+        assert got["frames"] == want["frames"]
         # Both builds run the same convolutions. On a CPU these filter by Winograd, which divides the products
         # of a plain convolution, as in the stock modules, by at most 2.25 on a plane.
         most = 2.25 if backend == "torchax-stock" else 1.01
-        assert 0.99 < got.flops / want.flops < most
-        assert got.argument_bytes == pytest.approx(want.argument_bytes, rel=0.01)
+        assert 0.99 < got["flops"] / want["flops"] < most
+        assert got["argument_bytes"] == pytest.approx(want["argument_bytes"], rel=0.01)
 
 
 @pytest.mark.slow
@@ -129,37 +126,47 @@ def test_a_plan_in_tiles_compiles_one_tile(model_directory):
     assert (tile["summary"]["tiles"], alone["summary"]["tiles"]) == (9, 1)
 
 
-def test_what_fits_is_said_by_the_largest_of_its_programs(model_directory, monkeypatch):
-    vae = jobs.weightless_vae(str(model_directory), torch.float32)
-    weights = sum(value.numel() * value.element_size() for value in vae.decoder.parameters())
+def test_a_video_that_does_not_fit_is_told_what_fits(model_directory, monkeypatch):
+    vae = videos.weightless_vae(str(model_directory), torch.float32)
+    weights = videos.weight_bytes(vae.decoder)
 
-    def planned(vae, job, devices, *, dp=1, tp=1):
-        make_mesh(dp, tp, devices=devices)  # raises if the slice has too few chips
-        height, width = job.tile or (job.height, job.width)
-        sizes = [2 * height * width // tp, height * width // tp]
-        yield from (SimpleNamespace(peak_bytes=weights + size) for size in sizes)
+    def compiled(work, mesh):
+        """Take two bytes a pixel of the first chunk, one of a later one, split over the devices."""
+        (_n, _c, _t, height, width), _dtype = work.structs.args[0]
+        pixels = height * width * vae.spatial_compression_ratio**2
+        return SimpleNamespace(peak_bytes=weights + (1 + (work.name == "first")) * pixels // mesh.size)
 
-    slices = {"v6e:1x2": jax.devices()[:2], "v6e:2x2": jax.devices()[:4]}
-    monkeypatch.setattr(jobs, "plan_programs", planned)
-    monkeypatch.setattr(jobs, "topology_devices", slices.get)
-    monkeypatch.setitem(chips.CHIPS, "v6e", chip := chips.Chip(1e12, 1e12, weights + 512 * 768, 1e9))
-    job, peak = jobs.Job(DECODE, 17, 512, 768), weights + 2 * 512 * 768
-    tiled = jobs.largest_tile_that_fits(vae, job, jax.devices()[:1], chip, peak)
-    assert tiled is not None
-    height, width = map(int, tiled.what.split()[1].split("x"))
-    assert tiled.peak_bytes == weights + 2 * height * width <= chip.memory
-    tiny = chips.Chip(1e12, 1e12, weights + 2 * 4 * 8, 1e9)  # room for one latent pixel by two, no tile
-    assert jobs.largest_tile_that_fits(vae, job, jax.devices()[:1], tiny, peak) is None
-    larger = functools.partial(jobs.smallest_mesh_that_fits, str(model_directory), torch.float32, job)
-    assert larger("v6e:1x1", 1, peak) == jobs.Change("--topology v6e:1x2 --tp 2", weights + 512 * 768)
-    assert larger("v6e:1x2", 1, peak, dp=2) == jobs.Change("--topology v6e:2x2 --tp 2", weights + 512 * 768)
-    assert larger("v5p:2x2x1", 1, peak) is None  # comes in other grids
+    slices = {"1x1": 1, "1x2": 2, "2x2": 4, "2x2x1": 4}
+    monkeypatch.setattr(programs, "compile_program", compiled)
+    monkeypatch.setattr(
+        chips, "topology_devices", lambda name, **_: jax.devices()[: slices[name.partition(":")[2]]]
+    )
+
+    def found(memory, *more):
+        args = command.parsed([*f"--model {model_directory} --dtype float32".split(), *more, *VIDEO.split()])
+        request = requested(args)
+        plans = [compiled(work, request.mesh) for work in request.works]
+        return dict(advice.changes(args, request, memory, plans))
+
+    whole = 512 * 768
+    tiles, larger = found(weights + whole).items()
+    height, width = map(int, tiles[0].split()[1].split("x"))
+    assert tiles[1] == weights + 2 * height * width <= weights + whole
+    assert larger == ("--topology v6e:1x2 --dp 1 --tp 2", weights + whole)
+    on_two = found(weights + whole // 2, "--topology", "v6e:1x2", "--dp", "2")
+    assert on_two["--topology v6e:2x2 --dp 2 --tp 2"] == weights + whole // 2
+    in_other_grids = ("--topology", "v5p:2x2x1")
+    (only_tiles,) = found(weights + whole, *in_other_grids)
+    assert only_tiles == tiles[0]
+    # There is room for one latent pixel by two, which is no tile.
+    assert found(weights + 2 * 4 * 8, *in_other_grids) == {}
 
 
 @pytest.mark.usefixtures("in_an_empty_directory")
 def test_a_gpu_that_is_not_there_is_planned_for_without_a_floor(monkeypatch):
     asked = mock.Mock(return_value=mock.Mock(devices=jax.devices("cpu")[:1]))
     monkeypatch.setattr(topologies, "get_topology_desc", asked)
+    monkeypatch.setattr(chips, "installed", lambda package: "1.0")
     compile_afresh = programs.compile_afresh
     uncounted = {"cost_analysis.return_value": None}  # a GPU's compiler counts no work
     monkeypatch.setattr(
@@ -168,8 +175,24 @@ def test_a_gpu_that_is_not_there_is_planned_for_without_a_floor(monkeypatch):
     size = ("--frames", 1, "--height", 16, "--width", 16)
     summary = plan_of("--model", DEMO_MODEL, "--topology", "l4", *size)["summary"]
     assert "core_count: 58 fpus_per_core: 128 " in asked.call_args.kwargs["target_config"]
-    assert summary.keys() & {"floor_s", "not_counted", "fits"} == {"not_counted", "fits"}
+    assert summary.keys() & {"floor_s", "estimate_s", "not_counted", "fits"} == {"not_counted", "fits"}
     assert summary["memory_of_a_chip_GiB"] == 24e9 / 2**30 > summary["peak_memory_GiB"] > 0
+
+
+@pytest.mark.parametrize(
+    ("topology", "words"),
+    [
+        (
+            "h100",
+            "GPU needs its compiler, which is in jax-cuda13-pjrt: pip install --no-deps jax-",
+        ),
+        ("v6e:1x1", "TPU needs its compiler, which is in libtpu: pip install 'cogvideox-torchax[tpu]'"),
+    ],
+)
+def test_a_compiler_that_is_not_installed_is_named(topology, words, monkeypatch, refused):
+    there = {"jaxlib": "1", "jax-cuda13-plugin": "1"}
+    monkeypatch.setattr(chips, "installed", there.get)
+    assert words in refused("plan", "--topology", topology, main=main)
 
 
 @pytest.mark.parametrize(("capability", "channels"), [("9.0", 256), ("8.9", 128), ("7.5", 0)])
@@ -181,17 +204,17 @@ def test_attention_is_planned_as_the_gpu_chooses_it(monkeypatch, capability, cha
 
 
 def test_a_hollow_model_has_shapes_and_no_weights():
-    vae = jobs.weightless_vae("5b", torch.bfloat16)
+    vae = videos.weightless_vae("5b", torch.bfloat16)
     assert sum(parameter.numel() for parameter in vae.parameters()) == 215_583_907
     assert all(parameter.device.type == "meta" for parameter in vae.parameters())
-    assert jobs.weightless_vae("1.5-5b", torch.bfloat16).config["invert_scale_latents"]
+    assert videos.weightless_vae("1.5-5b", torch.bfloat16).config["invert_scale_latents"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--topology", "v9:1x1"], "one of v5e, v5p, v6e, tpu7x"),
-        (["--topology", "v6e"], "a grid, such as v6e:2x4"),
+        (["--topology", "v6e:0x1"], "a grid, such as v6e:2x4"),
         (["--height", "100", "--platform", "cpu"], "multiples of 8"),
         (["--model", "./none"], "there is no model directory none"),
         (["--platform", "cpu", "--dp", "99"], "99"),
@@ -206,7 +229,7 @@ def test_a_hollow_model_has_shapes_and_no_weights():
             ["--network", "step", "--cache", "first-block", "--skips", "50"],
             "the first of which is computed",
         ),
-        (["--network", "step", "--save-hlo", "hlo"], "--save-hlo does not go with --network step"),
+        (["--network", "train-step", "--encode"], "--encode does not go with --network train-step"),
         (["--network", "prompt", "--backend", "flax"], "--backend does not go with --network prompt"),
         (["--platform", "cpu", "--topology", "v9"], "--topology v9 does not go with --platform cpu"),
         (["--platform", "cpu", "--model", "5c"], "plan knows 2b, 5b, 1.5-5b"),
@@ -227,28 +250,45 @@ def test_a_hollow_model_has_shapes_and_no_weights():
         (["--parallel", "context"], "--parallel does not go with --network vae"),
         (["--pipeline", "5b", "--cache", "pab"], "--cache does not go with --network pipeline"),
         (["--pipeline", "5b", "--model", "2b"], "give one of them"),
+        (["--cases", "no-such-case"], "got case no-such-case: one of plan-v6e-1-decode-torchax"),
+        (["--cases", "train-step-v6e-1", "--dp", "2"], "got --dp: a case has its own options"),
     ],
 )
 def test_a_plan_that_cannot_be_made_is_one_line(arguments, words, refused):
-    assert words in refused("plan", *arguments)
+    assert words in refused("plan", *arguments, main=main)
 
 
-def test_the_floor_of_a_job_counts_each_program_as_often_as_it_runs():
-    chip = chips.Chip(flops=10.0, bandwidth=5.0, memory=6, host_link=1.0)
-    first, later = (
-        programs.ProgramPlan("", 1, flops, moved, 0, size, 0, 0, {}, 0.0)
-        for flops, moved, size in ((30.0, 5.0, 5), (10.0, 20.0, 7))
-    )
+@pytest.mark.parametrize("case", command.CASES)
+def test_the_kept_plans_are_of_options_that_are_taken(case, monkeypatch):
+    planned = mock.Mock()
+    monkeypatch.setattr(command, "deliver", planned)
+    assert main(["plan", "--cases", case]) == 0
+    args = planned.call_args.args[0]
+    assert (Path(args.output).name, args.no_advice, args.platform) == (f"{case}.json", True, "tpu")
+
+
+def test_the_times_of_a_job_count_each_program_as_often_as_it_runs():
+    chip = chips.TPU(flops=10.0, bandwidth=5.0, memory=6, host_link=1.0, clock=1.0, link=1.0)
+    figures = (("", 1, 30.0, 5.0, 0, 5, 0, 0, {}, 0.0), ("", 1, 10.0, 20.0, 0, 7, 0, 0, {}, 0.0))
+    plans = [programs.ProgramPlan(*each) for each in figures]
+    timed = [
+        programs.TimedPlan(
+            *each, shares={"": 1.0}, compiler_moves_s=0, floor_s=0, collective_seconds={"": 0.5}
+        )
+        for each in figures
+    ]
     on_chip, on_cpu = (
-        planning.PlanRequest((), (2, 10), None, each, about={"chunks": 6}, job={}).figures([first, later])
-        for each in (chip, None)
+        PlanRequest((), (2, 10), None, each, about={"chunks": 6}, job={}).figures(found)
+        for each, found in ((chip, timed), (None, plans))
     )
-    wanted = {"floor_s": 2 * 3.0 + 10 * 4.0, "peak_memory_GiB": 7 / chips.GIB, "fits": False, "chunks": 6}
-    assert on_chip == on_chip | wanted
-    assert "fits" not in on_cpu
+    assert on_cpu == {"chunks": 6, "peak_memory_GiB": 7 / chips.GIB}
+    assert on_chip == on_cpu | {
+        **{"memory_of_a_chip_GiB": 6 / chips.GIB, "fits": False, "floor_s": 2 * 3.0 + 10 * 4.0},
+        **{"estimate_s": 12.0, "collectives_s": 6.0, "with_collectives_s": 18.0},
+    }
 
 
 @pytest.mark.parametrize(("words", "counts"), [("49", (1, 5)), ("49 --tiling 32x32", (9, 45)), ("9", (1,))])
 def test_the_first_chunk_runs_once_and_the_later_program_for_each_other_chunk_in_every_tile(words, counts):
-    line = f"plan --platform cpu --model {DEMO_MODEL} --height 64 --width 64 --network vae --frames {words}"
-    assert planning.requested(cli.parser().parse_args(line.split())).counts == counts
+    line = f"--platform cpu --model {DEMO_MODEL} --height 64 --width 64 --network vae --frames {words}"
+    assert requested(command.parsed(line.split())).counts == counts

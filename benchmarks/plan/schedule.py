@@ -31,9 +31,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.estimate.chips import Chip, dump_directory
-from cogvideox_torchax.plan.hlo import instructions
-from cogvideox_torchax.plan.programs import compile_afresh
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from benchmarks.plan.chips import dump_directory
+from benchmarks.plan.hlo import instructions
 
 LONGEST = 20_000_000
 """Number of bundles with an operation or a branch after which a schedule is given up, as not known."""
@@ -99,16 +101,31 @@ class Schedule:
     assumed: int
 
 
-def compile_with_schedules(lowered: Any, chip: Chip) -> tuple[Any, dict[str, Schedule]]:
+def compile_afresh(lowered: Any) -> Any:
+    """Compile what `jax.jit(...).lower(...)` has returned, without JAX's compile cache.
+
+    For a program from the cache no compile time could be measured, and libtpu would dump no files.
+    """
+    was_enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # JAX reads the option again only after a reset
+        return lowered.compile()
+    finally:
+        jax.config.update("jax_enable_compilation_cache", was_enabled)
+        compilation_cache.reset_cache()
+
+
+def compile_with_schedules(lowered: Any, delay_slots: int) -> tuple[Any, dict[str, Schedule]]:
     """Compile what `jax.jit(...).lower(...)` has returned; return it with its Pallas kernels' schedules.
 
     The schedules are by the name of a kernel's instruction. There are none if libtpu was loaded before
-    `chips.dumping_schedules` set its flags.
+    `chips.topology_devices` set its flags. `delay_slots` is as for `read_schedule`.
     """
     _empty_dump_directory()  # of the dumps of programs that were compiled before
     compiled = compile_afresh(lowered)
     kernels = [found.name for found in instructions(compiled.as_text()) if found.is_kernel]
-    schedules = read_schedules(dump_directory(), kernels, chip.delay_slots)
+    schedules = read_schedules(dump_directory(), kernels, delay_slots)
     _empty_dump_directory()
     return compiled, schedules
 

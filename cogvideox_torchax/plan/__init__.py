@@ -1,1 +1,0 @@
-"""Memory, work and communication of programs on TPUs that this machine lacks, from the TPU's compiler."""

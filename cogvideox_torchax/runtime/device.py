@@ -1,0 +1,565 @@
+"""JAX as a device of PyTorch's: `x.to("jax")` works in any thread, and nothing has to be enabled.
+
+torchax has tensors whose values are JAX arrays, and it runs PyTorch's operations on them while it is enabled.
+Here PyTorch learns that its device "jax" is written in Python, and an operation on torchax's tensors runs by
+torchax whether or not it is enabled. It follows these rules, inside torchax's own modes too:
+
+- Without a tensor on JAX and without JAX as its device, an operation is PyTorch's own.
+- Tensors of the host among its arguments are moved to JAX, but for those without axes, which PyTorch mixes
+  with any device. Only `copy_` writes a tensor on JAX into one of the host.
+- Random numbers are PyTorch's: the host draws them.
+- An operator that torchax lacks runs on the host, and a warning names it. A program has none of these two.
+- A small tensor whose values came from the host, and what is computed from such tensors alone, is known to
+  the host: to read it is not to wait for the device, as where a scheduler looks a timestep up in its tables.
+
+Only this module imports torchax.
+"""
+
+import contextlib
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
+
+from cogvideox_torchax import upstream
+from cogvideox_torchax.runtime import views
+from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
+from cogvideox_torchax.runtime.forks import check_not_forked
+from cogvideox_torchax.runtime.host import (
+    PLAIN,
+    TPU,
+    device_and_dtype,
+    host_array,
+    on_host,
+    on_jax,
+    plain_tensor,
+)
+from cogvideox_torchax.runtime.user_checks import jax_checks_off, without_jax_checks
+from cogvideox_torchax.runtime.views import KNOWN
+from cogvideox_torchax.versions import TESTED, installed
+
+KNOWN_SIZE = 1024
+"""The most elements of a tensor whose values the host keeps."""
+
+
+class RandomInTraceError(ValueError):
+    """A random number drawn while JAX traces a program, which would repeat this number in each call."""
+
+
+def import_torchax() -> Any:
+    """Return the package torchax, with its `interop`, ready to compute.
+
+    Raises:
+        ForkError: this process was forked from one that uses JAX.
+        ImportError: torchax does not import; the message names the pair of versions to install.
+    """
+    check_not_forked()  # in each call, as a forked child has its parent's cached results
+    return _ready_torchax()
+
+
+@functools.cache
+def _ready_torchax() -> Any:
+    torchax = register()
+    configure_compile_cache()
+    with jax_checks_off():  # the environment makes a key for random numbers, which a user's checks refuse
+        torchax.default_env()
+    return torchax
+
+
+@functools.cache
+def register() -> Any:
+    """Make JAX a device of PyTorch's, for the whole process; return torchax. No device is used yet."""
+    torchax = _imported_torchax()
+    from cogvideox_torchax.runtime.functions import replace_functions  # it imports JAX
+
+    tensor_class, slice_class = torchax.tensor.Tensor, torchax.view.View
+    for kind in (tensor_class, slice_class):
+        upstream.teach_copying(kind, torchax.interop.torch_view, fetched)
+        kind.__torch_dispatch__, kind.__torch_function__ = classmethod(_operate), classmethod(_call)
+        kind.__repr__ = kind.__str__ = _shown
+        kind.__new__ = staticmethod(_outside_inference(kind.__new__))
+        kind.numpy = lambda self, **_: on_host(self.jax())
+        kind.tolist = lambda self: self.jax().tolist()
+    _correct_tables(torchax)
+    replace_functions(torchax.ops.ops_registry)
+    views.share_views(tensor_class, slice_class)
+    torchax.tensor.Environment.dispatch = _dispatch(torchax.tensor.Environment.dispatch)
+    upstream.add_python_device(
+        {"empty.memory_format": _empty, "empty_strided": _empty_strided, "_to_copy": _to_copy}
+        | {name: functools.partial(_made_on_host, name) for name in OF_UNKNOWN_SIZE}
+    )
+    return torchax
+
+
+def _imported_torchax() -> Any:
+    try:
+        with jax_checks_off():  # a user may have turned them on for their own code
+            # The modules of `ops` put their operations into torchax's tables, which are changed below.
+            import torchax.interop
+            import torchax.ops.jaten
+            import torchax.ops.jtorch
+            import torchax.ops.mappings
+            import torchax.ops.ops_registry
+            import torchax.view
+    except (ImportError, RuntimeError, AttributeError) as error:
+        # AttributeError: torch has dropped an operator that torchax names.
+        pair = " ".join(f"{package}=={TESTED[package].newest}" for package in ("torchax", "torch"))
+        raise ImportError(
+            f"torchax {installed('torchax')} does not import with torch {torch.__version__} ({error}); "
+            f"install the pair that is tested: pip install {pair}"
+        ) from error
+    return torchax
+
+
+def _correct_tables(torchax: Any) -> None:
+    """Correct how torchax moves values, and the dtypes of 64 bits, for which JAX takes 32 with a warning."""
+    from jax import dtypes
+
+    ops = torchax.ops
+    upstream.one_program_each(ops.ops_registry)  # sums and products run as one program, not as several
+    mappings, jax_dtype = ops.mappings, ops.mappings.t2j_dtype
+    mappings.j2t = lambda array, _use_dlpack: plain_tensor(
+        on_host(array)
+    )  # torchax's shares the device's memory
+    mappings.t2j_dtype = lambda dtype: dtypes.canonicalize_dtype(jax_dtype(dtype))
+    if dtypes.canonicalize_dtype("int64") == "int32":
+        for module in (ops.jaten, ops.jtorch):
+            module.jnp = SimpleNamespace(**vars(module.jnp) | {"int64": module.jnp.int32})
+
+
+# What PyTorch calls to make a tensor on JAX: all of its factories are made of these.
+
+OF_UNKNOWN_SIZE = (
+    *("arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace", "logspace", "randperm"),
+    *("randperm.generator", "range", "range.step", "tril_indices", "triu_indices"),
+)
+"""The factories that PyTorch makes by resizing an empty tensor, whose size a wrapper of torchax's keeps."""
+
+
+def _empty(size: Any, dtype: Any = None, *_: Any, memory_format: Any = None, **__: Any) -> Any:
+    result = _zeros(size, dtype)
+    if memory_format is not None:
+        views.set_strides(result, result, memory_format=memory_format)
+    return result
+
+
+def _empty_strided(size: Any, stride: Any, dtype: Any = None, *_: Any, **__: Any) -> Any:
+    result = _zeros(size, dtype)
+    views.set_strides(result, torch.empty_strided(size, stride, device="meta"))
+    return result
+
+
+def _to_copy(source: Any, *, dtype: Any = None, **options: Any) -> Any:
+    """Copy a plain tensor to JAX."""
+    result = to_jax(source if dtype is None else source.to(dtype))
+    views.set_strides(result, source, **views.ordered(options))
+    return result
+
+
+def _made_on_host(name: str, *args: Any, **options: Any) -> Any:
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return to_jax(operator(*args, **options | {"device": torch.device("cpu")}))
+
+
+def _zeros(size: Any, dtype: torch.dtype | None) -> Any:
+    import jax.numpy as jnp
+
+    torchax = import_torchax()
+    jax_dtype = torchax.ops.mappings.t2j_dtype(dtype or torch.get_default_dtype())
+    return torchax.interop.torch_view(jnp.zeros(tuple(size), jax_dtype))
+
+
+# An operation on tensors on JAX
+
+
+def _outside_inference(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function to run without inference mode, in which PyTorch makes no operators of functions."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **options)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **options)
+
+    return call
+
+
+def _operate(_kind: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Run an operator; PyTorch calls this where no mode of torchax's is on."""
+    if func is torch.ops.prim.device.default:
+        return torch.device("jax", 0)
+    if torch.is_inference_mode_enabled():  # in which PyTorch has not made operators of a function
+        with torch.inference_mode(False), torch.no_grad():
+            return func(*args, **kwargs or {})
+    return import_torchax().default_env().dispatch(func, types, args, kwargs)
+
+
+@_outside_inference
+def _call(_kind: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Run a function of torch's: PyTorch makes operators of it, which have gradients."""
+    options = kwargs or {}
+    environment = import_torchax().default_env()
+    with torch._C.DisableTorchFunctionSubclass():
+        if func is torch.Tensor.to and on_jax(args[0]) and views.is_there(*args, **options):
+            return args[0]
+        if func in _INSTEAD or (func in _WHOLE and _runs_whole(func, args, options)):
+            with contextlib.suppress(import_torchax().tensor.OperatorNotFound):
+                return environment.dispatch(func, types, args, options)
+        # In the mode, torchax also makes the tensors that PyTorch makes on the way, such as those of numbers.
+        with upstream.dispatching(environment._dispatch_mode):
+            return func(*args, **options)
+
+
+_WHOLE = (F.scaled_dot_product_attention, F.one_hot, torch.Tensor.__getitem__)
+"""The functions that run as one operation of torchax's where no gradients are recorded."""
+
+
+def _runs_whole(func: Any, args: Any, options: Any) -> bool:
+    tensors = _tensors_in(args, options)
+    is_lookup = func is torch.Tensor.__getitem__ and (not on_jax(tensors[0]) or KNOWN in vars(tensors[0]))
+    return not is_lookup and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+
+
+def _tensor(data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Any:
+    return data.detach().clone().to(device, dtype or data.dtype).requires_grad_(requires_grad)
+
+
+def _new_tensor(like: Any, data: Any, *, dtype: Any = None, device: Any = "jax", **options: Any) -> Any:
+    return torch.tensor(data, dtype=dtype or like.dtype, device=device, **options)
+
+
+_INSTEAD: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.contiguous: views.contiguous,
+    torch.as_tensor: lambda data, dtype=None, device=None: data.to(device, dtype or data.dtype),
+    torch.tensor: _tensor,
+    torch.Tensor.new_tensor: _new_tensor,
+}
+"""What functions do on JAX that ask a wrapper of torchax's for its memory or its device, "meta"."""
+
+
+def _dispatch(torchax_dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torchax's `Environment.dispatch` with the rules of this module around it."""
+
+    @functools.wraps(torchax_dispatch)
+    @without_jax_checks
+    def dispatch(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        options = kwargs or {}
+        run = functools.partial(torchax_dispatch, self, func, types)
+        tensors = _tensors_in(args, options)
+        if not any(map(on_jax, tensors)):
+            return _without_jax_tensors(func, args, options, tensors, run)
+        if not isinstance(func, torch._ops.OpOverload):
+            if func in _INSTEAD:
+                return _INSTEAD[func](*args, **options)
+            if func is not torch.Tensor.to and func in self._ops:
+                # PyTorch makes operators of a call with other arguments.
+                if "out" in options or not options.keys() <= _names_of(self._ops[func].func):
+                    raise import_torchax().tensor.OperatorNotFound(f"{func.__name__} with {[*options]}")
+                args, options = _all_on_devices(args, options, tensors)
+            return views.as_in_torch(func, args, options, run(args, dict(options)))
+        written = _written(func, args, options)
+        if written and not on_jax(written[0]):
+            return _written_on_host(func, args)
+        if _is_random(func) or (not written and _are_known(tensors)):
+            result = _on_host(func, args, options, written)
+        else:
+            args, options = _all_on_devices(args, options, tensors)
+            result = _run_operator(self, func, args, options, written, run)
+        return views.as_in_torch(func, args, options, result)
+
+    return dispatch
+
+
+def _run_operator(self: Any, func: Any, args: Any, options: Any, written: list[Any], run: Any) -> Any:
+    """Run an operator by torchax, by others that torchax has, or on the host."""
+    packet, name = func.overloadpacket, func.overloadpacket.__name__
+    if packet is torch.ops.aten.copy_:
+        return _copied(*args[:2])
+    with upstream.dispatching(self._dispatch_mode):  # in which an operator's parts are torchax's too
+        if name.startswith("_foreach_"):  # torch computes it by one operation for each tensor
+            return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **options)
+        if "out" in options and any(map(on_jax, _tensors_in(args, {}))):
+            out = options["out"]
+            result = packet(*args, **{option: value for option, value in options.items() if option != "out"})
+            _assign(out, result.to(out.dtype).jax())
+            return out
+    if "out" in options:  # a factory
+        return _on_host(func, args, options, written)
+    try:
+        return run(args, dict(options))  # which takes options out as it reads them
+    except import_torchax().tensor.OperatorNotFound:
+        # torchax lacks some operators that write into their input, such as `logical_and_`.
+        functional = getattr(torch.ops.aten, name.removesuffix("_"), packet)
+        if functional is not packet and written:
+            with upstream.dispatching(self._dispatch_mode):
+                return written[0].copy_(functional(*args, **options))
+        if _in_program():
+            raise
+        _warn_of(name)
+        return _on_host(func, args, options, written)
+
+
+@functools.cache
+def _warn_of(operator: str) -> None:
+    warnings.warn(f"torchax has no {operator}: it runs on the host, which waits for the device", stacklevel=2)
+
+
+def _without_jax_tensors(func: Any, args: Any, options: Any, tensors: list[Any], run: Any) -> Any:
+    """Run an operation without tensors on JAX in a mode of torchax's; its result may be there."""
+    is_move = func is torch.Tensor.to
+    device = device_and_dtype(args[1:], options)[0] if is_move else options.get("device")
+    kind = str(device).partition(":")[0]  # every other device, such as "cuda", stands for JAX
+    if isinstance(func, torch._ops.OpOverload):
+        # PyTorch makes it on the way. "meta", the device of torchax's wrappers, stands for JAX here.
+        if kind == "cpu":
+            return func(*args, **options)
+        return _on_host(func, args, options, []) if _is_random(func) and not tensors else run(args, options)
+    if tensors:
+        if not is_move or kind in ("None", "cpu", "meta"):
+            return func(*args, **options)
+        result = run(args, dict(options))
+        views.set_strides(result, args[0], **views.ordered(options))
+        return result
+    kind = torch.get_default_device().type if device is None else kind
+    if kind in ("cpu", "meta"):
+        with no_dispatch():
+            return func(*args, **options)
+    if func in DRAWS:
+        return func(*args, **options | {"device": "jax"})
+    result = run(args, dict(options))
+    if on_jax(result):
+        views.set_strides(result, result, **views.ordered(options))
+    return result
+
+
+DRAWS = (torch.randn, torch.rand, torch.randint)
+"""torch's functions that draw random numbers from a shape alone, for which torchax has its own."""
+
+
+def _on_host(func: Any, args: Any, options: Any, written: list[Any]) -> Any:
+    """Run an operator on the host, and give what it writes to the tensors on JAX."""
+    if not _are_known(_tensors_in(args, options)) and _in_program():
+        if not _is_random(func):
+            raise import_torchax().tensor.OperatorNotFound(f"{func} has no form on JAX")
+        raise RandomInTraceError(
+            f"{func.overloadpacket.__name__} draws random numbers, which no program on JAX does"
+        )
+    hosts: dict[int, tuple[Any, torch.Tensor]] = {}  # by the id of a tensor on JAX, it and its copy
+
+    def host_copy(tensor: Any) -> Any:
+        if not on_jax(tensor):
+            return tensor
+        if id(tensor) not in hosts:
+            host = _host_copy(tensor, ordered=_is_random(func))
+            # NumPy's memory, which a copy may have, cannot be resized.
+            hosts[id(tensor)] = tensor, host.clone() if any(tensor is each for each in written) else host
+        return hosts[id(tensor)][1]
+
+    stays = options.get("device") is not None and options["device"].type == "cpu"
+    if "device" in options:
+        options = options | {"device": torch.device("cpu")}
+    with no_dispatch():
+        host_args, host_options = pytree.tree_map_only(torch.Tensor, host_copy, (args, options))
+        results = func(*host_args, **host_options)
+    for tensor, host in hosts.values():
+        if any(tensor is each for each in written):
+            _assign(tensor, to_jax(host).jax(), host)
+    given = {id(host): tensor for tensor, host in hosts.values()}
+
+    def returned(host: torch.Tensor) -> Any:
+        if id(host) in given or stays:
+            return given.get(id(host), host)
+        result = to_jax(host)
+        views.set_strides(result, host)
+        return result
+
+    return pytree.tree_map_only(torch.Tensor, returned, results)
+
+
+def _host_copy(tensor: Any, *, ordered: bool) -> torch.Tensor:
+    """Return the values of a tensor on JAX, if `ordered` in the order of memory that PyTorch has them in."""
+    host = vars(tensor)[KNOWN] if KNOWN in vars(tensor) else fetched(tensor)
+    layout = views.layout_of(tensor)
+    if not ordered or layout.is_contiguous() or 0 in layout.stride():
+        return host
+    return torch.empty_strided(layout.shape, layout.stride(), dtype=host.dtype).copy_(host)
+
+
+def _written(func: Any, args: Any, options: Any) -> list[Any]:
+    """Return the tensors among an operator's arguments that it writes."""
+    values = [
+        args[position] if position < len(args) else options.get(name)
+        for position, name in _written_arguments(func)
+    ]
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)] if values else []
+
+
+@functools.cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    arguments = enumerate(func._schema.arguments)
+    return tuple((i, each.name) for i, each in arguments if each.alias_info and each.alias_info.is_write)
+
+
+@functools.cache
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _are_known(tensors: list[Any]) -> bool:
+    """Return whether the host has the values of all of the tensors that are on JAX."""
+    return all(KNOWN in vars(each) for each in tensors if on_jax(each)) and not upstream.is_tracing()
+
+
+def _in_program() -> bool:
+    """Return whether an array that is made now has no value, since JAX is tracing a program."""
+    import jax.numpy as jnp
+
+    # `upstream.is_tracing` is true also while JAX computes a gradient, which may draw random numbers.
+    return upstream.is_traced(jnp.zeros(()))
+
+
+def _copied(target: Any, source: Any) -> Any:
+    import jax.numpy as jnp
+
+    array = to_jax(source).jax().astype(import_torchax().ops.mappings.t2j_dtype(target.dtype))
+    # By this operator torchax also gives a tensor another shape, as `t_` does.
+    sizes = zip(reversed(source.shape), reversed(target.shape), strict=False)
+    if source.ndim <= target.ndim and all(size in (1, wanted) for size, wanted in sizes):
+        array = jnp.broadcast_to(array, target.shape)
+    _assign(target, array, source if type(source) in PLAIN and source.shape == target.shape else None)
+    return target
+
+
+def _assign(target: Any, array: Any, host: torch.Tensor | None = None) -> None:
+    """Give a tensor on JAX another array, whose values are those of `host`, if it is given."""
+    if "view_info" in vars(target):  # a slice by brackets
+        target.update(array)
+        return
+    target._elem = array
+    if host is not None and host.numel() <= KNOWN_SIZE and not upstream.is_traced(array):
+        vars(target)[KNOWN] = _kept(host, target.dtype)
+
+
+def _written_on_host(func: Any, args: Any) -> Any:
+    """Copy a tensor on JAX into one of the host; refuse every other write there."""
+    if func.overloadpacket is torch.ops.aten.copy_:
+        return args[0].copy_(fetched(args[1]))
+    raise ValueError(
+        f"got {func.overloadpacket.__name__}, which writes a tensor on JAX into one of the host: move that "
+        '.to("jax")'
+    )
+
+
+def _all_on_devices(args: Any, options: Any, tensors: list[Any]) -> Any:
+    """Move an operation's tensors of the host, and those that wait there, to JAX; not those without axes."""
+    if not any(type(tensor) in PLAIN or views.waits(tensor) for tensor in tensors):
+        return args, options
+
+    def on_devices(tensor: Any) -> Any:
+        if type(tensor) in PLAIN:
+            return to_jax(tensor) if tensor.ndim else tensor
+        return type(tensor)(tensor.jax(), tensor._env) if views.waits(tensor) else tensor
+
+    return pytree.tree_map_only(torch.Tensor, on_devices, (args, options))
+
+
+@functools.cache
+def _names_of(implementation: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(implementation).parameters)
+
+
+def _tensors_in(args: Any, options: Any) -> list[Any]:
+    leaves = [*args, *options.values()]
+    if any(isinstance(leaf, list | tuple | dict) for leaf in leaves):  # else the list is flat already
+        leaves = pytree.tree_leaves(leaves)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+@without_jax_checks
+def to_jax(tensor: torch.Tensor) -> Any:
+    """Copy a plain tensor to JAX's default device; return a torchax tensor unchanged.
+
+    No gradient flows from the copy back to the plain tensor.
+    """
+    if on_jax(tensor):
+        return tensor
+    import jax
+
+    # A copy of its own, whose memory JAX may keep. `jnp.asarray` compiles a program for each shape, but in a
+    # program's trace, where `device_put` would be an operation.
+    copied = np.array(host_array(tensor), order="C")
+    array = jax.numpy.asarray(copied) if upstream.is_tracing() else jax.device_put(copied)
+    moved = import_torchax().interop.torch_view(array)
+    if moved.numel() <= KNOWN_SIZE and not upstream.is_traced(moved.jax()):
+        vars(moved)[KNOWN] = _kept(tensor, moved.dtype)
+    return moved
+
+
+def _kept(host: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return host.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+@without_jax_checks
+def fetched(tensor: Any) -> torch.Tensor:
+    """Return a plain copy of a tensor on JAX; return any other tensor unchanged."""
+    return plain_tensor(on_host(tensor.jax())) if on_jax(tensor) else tensor
+
+
+def _shown(tensor: Any) -> str:
+    if upstream.is_traced(tensor.jax()):
+        return f"tensor({tensor.jax()}, device='jax:0')"
+    return f"{repr(fetched(tensor)).removesuffix(')')}, device='jax:0')"
+
+
+class CudaIsJAX(torch.overrides.TorchFunctionMode):
+    """Mode in which "cuda" in other people's code means JAX: as a device, and as a tensor's `cuda()`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda:
+            func, args = torch.Tensor.to, (args[0], "jax")
+        elif func is torch.Tensor.to:
+            args = tuple("jax" if _is_cuda(value) else value for value in args)
+        if kwargs and _is_cuda(kwargs.get("device")):
+            kwargs = kwargs | {"device": "jax"}
+        return func(*args, **kwargs or {})
+
+
+def _is_cuda(value: Any) -> bool:
+    return isinstance(value, str | torch.device) and str(value).partition(":")[0] == "cuda"
+
+
+# A program: torchax is on while it is traced
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Have torchax run this thread's torch calls in a `with` block, as in the programs that it traces.
+
+    Inference mode is off in the block: in that mode torch does not decompose operations such as `chunk`, and
+    torchax implements only the smaller ones. Gradients are recorded in the block if they are outside.
+    """
+    records_gradients = torch.is_grad_enabled()
+    torchax_on = contextlib.nullcontext() if upstream.torchax_is_on() else import_torchax().default_env()
+    # `inference_mode(False)` turns gradients on, so their setting is restored after it.
+    with torchax_on, torch.inference_mode(False), torch.set_grad_enabled(records_gradients):
+        yield
+
+
+def on_meta(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return `build(*args, **kwargs)`; the weights that it makes take no memory: torch's device "meta"."""
+    with torch.device("meta"):
+        return build(*args, **kwargs)
+
+
+if upstream.added_device() != TPU:  # PyTorch has room for one device, which may be TorchTPU's
+    register()
