@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
         import_torchax()
     except Exception as error:
         report["torchax works"] = "no"
-        advice.insert(0, " ".join(str(error).split())[:600])  # on one line, cut where it is long
+        reason = " ".join(str(error).split())[:600]  # on one line, cut where it is long
+        advice.insert(0, f"{reason}; what is tested comes by: {INSTALL} .")
     report |= {"devices": _devices(), "compile cache": _compile_cache()}
     if report["devices"].startswith(("tpu", "gpu")):
         advice.append("measure this device: python -m benchmarks device -o out/device, in a checkout")
