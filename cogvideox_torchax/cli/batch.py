@@ -32,7 +32,7 @@ def check_one(args: argparse.Namespace) -> None:
 def check_output_directory(path: str, unit: str = "clip") -> None:
     """Raise `OutputError` if an output directory has the suffix of a file, and does not exist yet."""
     suffix = Path(path).suffix.lower()
-    file_suffixes = (*formats.SUFFIXES.values(), ".mp4", ".gif")  # of latents, and of videos
+    file_suffixes = (formats.LATENTS, *formats.SUFFIXES.values(), ".mp4", ".gif")
     is_file_name = suffix in file_suffixes and not Path(path).is_dir()
     refuse(path, (is_file_name, f"many {unit}s go into a directory: give a name without {suffix}"))
 

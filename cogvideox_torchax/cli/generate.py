@@ -229,7 +229,7 @@ def run(args: argparse.Namespace) -> int | None:
             vae = _vae_for(args, latents, group.mesh)
         if not args.save_stages and group.is_first:
             backup.enter_context(_backed_up(args, latents))
-        written = common.decode_to(sink, vae, latents, args, group.fetch_to_first)
+        written = common.decode_to(sink, vae, latents, args)
     if group.is_first:
         if written != latents.num_frames:
             common.say(

@@ -17,7 +17,7 @@ COMMAND = options.Command(
             "--format",
             required=True,
             choices=formats.SUFFIXES,
-            help="Parquet as FastVideo reads it (needs the extra data), WebDataset tars, or safetensors",
+            help="Parquet as FastVideo reads it, or WebDataset tars; both need the extra data",
         ),
         options.Option(
             "--shard-size",

@@ -24,13 +24,11 @@ from cogvideox_torchax.dataset.clip import Clip, ClipPart, DecodeClip, EncodeCli
 from cogvideox_torchax.dataset.names import ClipError, check_file, check_id
 from cogvideox_torchax.files import latents as latent_files, reports, video
 from cogvideox_torchax.files.whole import (
-    WRITING,
     LockedError,
     OutputError,
-    hidden,
+    locked,
     make_directory,
     remove_leftover,
-    reserved,
     whole_file,
 )
 
@@ -76,8 +74,7 @@ class OutputDirectory:
 
     def locked(self) -> contextlib.AbstractContextManager[Any]:
         """Lock this process's share for a `with` block; `LockedError` if another run works on it."""
-        # A hidden directory of this name is made and locked: other shares have names of their own.
-        return reserved(self.directory / f"{self.FAILED}-{self.shard.index}", ".lock")
+        return locked(self.directory / f"{self.FAILED}-{self.shard.index}", self.directory)
 
     def save_or_check_settings(self, settings: dict[str, Any]) -> None:
         """Write the settings' file unless it exists; raise `OutputError` if it holds other settings."""
@@ -85,11 +82,9 @@ class OutputDirectory:
         while not self._settings.exists():
             try:
                 reports.write_json(self._settings, {"format": self.FORMAT, "settings": settings})
-            # Another process is writing the file: it holds the lock, or, on a file system without locks, has
-            # removed the hidden directory in which the file is made.
-            except (FileNotFoundError, LockedError):
+            except LockedError:  # another process is writing the file
                 time.sleep(0.1)
-        remove_leftover(hidden(self._settings, WRITING))  # of a run that was killed after it wrote the file
+        remove_leftover(self._settings)
         saved = reports.load(self._settings, self.FORMAT).get("settings")
         check_settings(saved, settings, self._settings)
 
@@ -105,8 +100,7 @@ class OutputDirectory:
                     f"{self.directory} has {path.name} and no {self.SETTINGS}, so this command has not made "
                     "it: give another directory"
                 )
-            # A run that was killed after it had put the output in place may have left its hidden directory.
-            remove_leftover(hidden(path, WRITING))
+            remove_leftover(path)
             self.done_before += 1
         elif clip_id in self._failed_before:
             self.bad[clip_id] = self._failed_before[clip_id]

@@ -169,7 +169,7 @@ def _relative_name(file: Path, directory: Path) -> str:
 def latent_files(
     directory: Path,
     say: Callable[[str], None] = print,
-    suffixes: tuple[str, ...] = (formats.SUFFIXES[formats.SAFETENSORS],),
+    suffixes: tuple[str, ...] = (formats.LATENTS,),
 ) -> list[Path]:
     """Return the files in a directory and below it with one of the suffixes, ordered by their paths.
 
@@ -190,7 +190,7 @@ def latent_files(
 
 def shards(directory: Path, say: Callable[[str], None] = print) -> list[Path]:
     """Return the files of latents in a directory and below it; `ClipError` if there are none."""
-    suffixes = tuple(formats.SUFFIXES.values())
+    suffixes = (formats.LATENTS, *formats.SUFFIXES.values())
     files = latent_files(directory, say, suffixes)
     if not files:
         raise ClipError(
