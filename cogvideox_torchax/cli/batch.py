@@ -32,7 +32,7 @@ def check_one(args: argparse.Namespace) -> None:
 def check_output_directory(path: str, unit: str = "clip") -> None:
     """Raise `OutputError` if an output directory has the suffix of a file, and does not exist yet."""
     suffix = Path(path).suffix.lower()
-    file_suffixes = (formats.LATENTS, *formats.SUFFIXES.values(), ".mp4", ".gif")
+    file_suffixes = (".safetensors", *formats.SUFFIXES.values(), ".mp4", ".gif")
     is_file_name = suffix in file_suffixes and not Path(path).is_dir()
     refuse(path, (is_file_name, f"many {unit}s go into a directory: give a name without {suffix}"))
 
@@ -97,7 +97,7 @@ def decode(args: argparse.Namespace) -> int:
     if args.model:
         # Called for its error if there is no such model: the output directory is not made yet.
         models.local(args.model)
-    files = sources.shards(Path(args.latents), common.say)
+    files = sources.latent_files(Path(args.latents), common.say)
     with devices.share_of_this_process(args) as share:
         directory = VideoDirectory(args.output, files, args.fps, share, retry=args.retry_failed)
         with directory.locked():

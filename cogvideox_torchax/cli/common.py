@@ -61,7 +61,7 @@ def check_input(path: str) -> None:
 def check_video(path: str, output: str | None = None) -> None:
     """Raise `ValueError` for a video that does not exist, that holds latents, or that is the output."""
     check_input(path)
-    is_latents = Path(path).suffix in (formats.LATENTS, *formats.SUFFIXES.values())
+    is_latents = Path(path).suffix in (".safetensors", *formats.SUFFIXES.values())
     if is_latents and Path(path).is_file():
         raise ValueError(f"{path} holds latents: decode it, or give a video")
     if output and Path(output).exists() and Path(path).samefile(output):

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from cogvideox_torchax.cli import batch, common, devices, options
+from cogvideox_torchax.dataset import formats
 from cogvideox_torchax.files import latents, video
 
 COMMAND = options.Command(
@@ -34,16 +35,12 @@ def run(args: argparse.Namespace) -> int:
     batch.check_one(args)  # raises for options that only many clips have
     if Path(args.latents).suffix.lower() in video.SUFFIXES:
         raise ValueError(f"{args.latents} is a video: encode it first, and decode the latents")
-    if Path(args.latents).suffix in (".parquet", ".tar"):
+    if Path(args.latents).suffix in formats.SUFFIXES.values():
         raise ValueError(
-            f"{args.latents} is a shard of a data set: decode its directory, {Path(args.latents).parent}, "
-            "into another one"
+            f"{args.latents} is a shard for trainers: decode the latent files of which it is made"
         )
     with devices.process_group(args) as group:
         loaded_latents = latents.load(args.latents)
-        num_videos = len(loaded_latents.tensor)
-        if num_videos > 1:
-            raise ValueError(f"{args.latents} holds {num_videos} videos, one is decoded: save each by itself")
         fps = args.fps or loaded_latents.fps
         with group.writing(args.output, fps) as sink:  # an error in the output comes before the model's work
             vae = common.load_vae(args.model or loaded_latents.model, args.backend, args.dtype, group.mesh)

@@ -236,7 +236,7 @@ class Generator:
         latents = generation.sample(self._pipe, self._model, request, found, self._args.fps)
         path.parent.mkdir(parents=True, exist_ok=True)
         with video.writing(path, self._args.fps) as sink:
-            frames = common.decode_to(sink, self._pipe.vae, latents, self._args, runtime.to_torch)
+            frames = common.decode_to(sink, self._pipe.vae, latents, self._args)
             # A video of an earlier request goes first: beside the new record it would count as its video.
             path.unlink(missing_ok=True)
             record = {

@@ -506,7 +506,11 @@ class DecodeClip(_ClipUnit):
         return torch.cat(list(self.stream(latents)), dim=2)
 
     def check(self, latents: Latents) -> None:
-        """Raise `LatentsError` for another model's latents, `SizeError` for tiles that do not fit it."""
+        """Raise `LatentsError` for several videos or another model's, `SizeError` for tiles of no use."""
+        if len(latents.tensor) != 1:
+            raise latent_files.LatentsError(
+                f"got latents of {len(latents.tensor)} videos, one is decoded: save each by itself"
+            )
         memory.check_tiling(self.config.tiling, self.vae.spatial_compression_ratio)
         latents.check_model(self.vae.config)
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from cogvideox_torchax.dataset import formats, sources
 from cogvideox_torchax.dataset.directory import check_settings
-from cogvideox_torchax.dataset.names import ClipError
 from cogvideox_torchax.files import latents as latent_files, whole
 
 
@@ -41,9 +40,7 @@ def pack(
     whole.remove_leftover(output)
     is_used = output.is_file() or (output.is_dir() and any(output.iterdir()))
     whole.refuse(output, (is_used, "it is not empty; give a new directory, or an empty one"))
-    files = sources.latent_files(Path(directory), say) if Path(directory).is_dir() else []
-    if not files:
-        raise ClipError(f"{directory} holds no latent files: give a directory that `encode` has written")
+    files = sources.latent_files(Path(directory), say)
     # All files must have the first file's settings; `check_settings` refuses a first file that has none.
     settings = latent_files.about(files[0]).get("settings")
     for file in files:

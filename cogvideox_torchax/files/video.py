@@ -108,36 +108,6 @@ def _av() -> Any:
     return av
 
 
-def _name_for_messages(source: Source) -> Path:
-    return Path("the video") if isinstance(source, bytes) else Path(source)
-
-
-@contextlib.contextmanager
-def _opened(source: Source) -> Iterator[tuple[Any, Any]]:
-    """Open a video file; yield PyAV's container and stream. FFmpeg's errors turn into `VideoError`."""
-    av, path = _av(), _name_for_messages(source)
-    if not isinstance(source, bytes):
-        if not path.exists():
-            raise VideoError(f"there is no file {path}")
-        if path.is_dir():
-            raise VideoError(f"{path} is a directory: give a video file")
-    try:
-        # In a relative name FFmpeg takes the text before a colon for a protocol; after a slash it does not.
-        with av.open(io.BytesIO(source) if isinstance(source, bytes) else str(path.absolute())) as container:
-            # A still cover picture, which FFmpeg counts as video, is left out.
-            still = av.stream.Disposition.attached_pic
-            moving = [each for each in container.streams.video if still not in each.disposition]
-            if not moving:
-                raise VideoError(f"{path} has no video stream")
-            best = container.streams.best("video")
-            yield container, best if best in moving else moving[0]
-    except av.error.FFmpegError as error:
-        reason = error.strerror or type(error).__name__
-        raise VideoError(
-            f"{path} cannot be read as a video ({reason}): it is truncated or not a video"
-        ) from error
-
-
 @dataclass
 class Video:
     """A video file, which is read once, as a stream: what it is, is known when `frames` has ended.
@@ -167,7 +137,7 @@ class Video:
     @property
     def path(self) -> Path:
         """The path of the file; for a video in bytes, words for messages."""
-        return _name_for_messages(self.source)
+        return Path("the video") if isinstance(self.source, bytes) else Path(self.source)
 
     @property
     def shape(self) -> Fraction:
@@ -227,7 +197,7 @@ class Video:
         As FFmpeg does, leave out packets before the first frame, which may lack those that they refer to.
         """
         self.times = []
-        with _opened(self.source) as (container, stream):
+        with self._opened() as (container, stream):
             stream.thread_type = "AUTO"  # decodes on several threads
             self.tick = stream.time_base
             rates = (stream.average_rate, stream.guessed_rate)
@@ -257,8 +227,35 @@ class Video:
             self._check_end(container, stream, stored, end, longest)
             if not self.times:
                 raise self._without_frames()
-            self.num_frames = shown if self._is_enough and not is_picture else len(self.times)
+            rest_is_counted = self._is_enough and not is_picture
+            self.num_frames = max(len(self.times), shown * rest_is_counted)
         yield self.times[-1] + 1 / self.fps, None
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[tuple[Any, Any]]:
+        """Open a video file; yield PyAV's container and stream. FFmpeg's errors turn into `VideoError`."""
+        av, source, path = _av(), self.source, self.path
+        if not isinstance(source, bytes):
+            if not path.exists():
+                raise VideoError(f"there is no file {path}")
+            if path.is_dir():
+                raise VideoError(f"{path} is a directory: give a video file")
+        try:
+            # In a relative name FFmpeg takes the text before a colon for a protocol; after a slash not.
+            file = io.BytesIO(source) if isinstance(source, bytes) else str(path.absolute())
+            with av.open(file) as container:
+                # A still cover picture, which FFmpeg counts as video, is left out.
+                still = av.stream.Disposition.attached_pic
+                moving = [each for each in container.streams.video if still not in each.disposition]
+                if not moving:
+                    raise VideoError(f"{path} has no video stream")
+                best = container.streams.best("video")
+                yield container, best if best in moving else moving[0]
+        except av.error.FFmpegError as error:
+            reason = error.strerror or type(error).__name__
+            raise VideoError(
+                f"{path} cannot be read as a video ({reason}): it is truncated or not a video"
+            ) from error
 
     def _is_picture(self, container: Any) -> bool:
         """Return whether a file is one frame, whatever follows in it."""
@@ -463,12 +460,11 @@ def read_frames(source: Source, size: Framing, count: int) -> Iterator[torch.Ten
     Raises:
         VideoError: the file cannot be read, ends before the last frame, or has frames of several sizes.
     """
-    found = 0
-    for _, frame in Video(source).frames(at_most=count):
-        found += 1
+    video = Video(source)
+    for _, frame in video.frames(at_most=count):
         yield framed(frame, size)
-    if found < count:
-        raise VideoError(f"{_name_for_messages(source)} has {found} frames, {count} are wanted")
+    if video.num_frames < count:
+        raise VideoError(f"{video.path} has {video.num_frames} frames, {count} are wanted")
 
 
 def read_image(path: str | Path) -> Any:

@@ -17,8 +17,6 @@ from cogvideox_torchax.files import faults
 
 WRITING, LOCK = ".partial", ".lock"
 """Suffixes of the hidden names of an unfinished output, and of the lock on it."""
-PATIENCE = 0.2
-"""Seconds to wait for a lock, whose file another writer may be removing."""
 
 
 class OutputError(ValueError):
@@ -112,7 +110,9 @@ def locked(path: str | Path, whole: str | Path | None = None) -> Iterator[None]:
     # Not of one thread: an output may be completed by another thread than began it.
     lock = filelock.FileLock(place, thread_local=False)
     try:
-        lock.acquire(timeout=PATIENCE)
+        with contextlib.suppress(filelock.Timeout):
+            lock.acquire(blocking=False)
+        lock.acquire(blocking=False)  # again, as its owner may just have removed the file of the lock
     except filelock.Timeout as error:
         raise LockedError(
             f"cannot write {whole or path}: another run is writing it; wait for it, or end it"
@@ -123,7 +123,7 @@ def locked(path: str | Path, whole: str | Path | None = None) -> Iterator[None]:
         yield
     finally:
         place.unlink(missing_ok=True)  # while it is locked: who has opened it sees that it is gone
-        lock.release()
+        lock.release(force=True)  # however often it was acquired
 
 
 def remove_leftover(path: str | Path) -> None:
@@ -142,7 +142,7 @@ def hidden(path: str | Path, suffix: str) -> Path:
 
 def _remove(path: Path) -> None:
     """Remove a file or a directory, if it is there."""
-    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

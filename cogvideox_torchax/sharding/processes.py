@@ -134,7 +134,7 @@ def check_same(mesh: Mesh | None, call: Mapping[str, Any]) -> None:
             )
 
 
-def _gathered(devices: Iterable[jax.Device], call: Mapping[str, Any]) -> Calls:
+def _gathered(devices: Iterable[Any], call: Mapping[str, Any]) -> Calls:
     """Return the calls of all processes that some devices are of, by the processes' numbers."""
     processes = sorted({device.process_index for device in devices})
     # The first device of each process: these are the same in all, even if their meshes differ.

@@ -367,7 +367,7 @@ WRONG = {
     "two videos": (
         lambda: _edit_latents(tensor=torch.zeros(2, 16, 3, 3, 5)),
         DECODE,
-        "z.safetensors holds 2 videos",
+        "got latents of 2 videos, one is decoded: save each by itself",
     ),
     "no frames": (
         lambda: _edit_latents(tensor=torch.zeros(1, 16, 0, 3, 5)),
@@ -404,7 +404,7 @@ WRONG = {
     "a shard alone": (
         lambda: Path("s.parquet").write_bytes(b"PAR1"),
         ("decode", "s.parquet", *DECODE[2:]),
-        "s.parquet is a shard of a data set: decode its directory",
+        "s.parquet is a shard for trainers: decode the latent files",
     ),
     "a list in .csv": (
         lambda: Path("list.csv").touch(),
