@@ -1,5 +1,6 @@
 """Ids of clips, which are the paths of their files below an output directory."""
 
+from collections import Counter
 from collections.abc import Container, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -15,28 +16,23 @@ class ClipError(ValueError):
     """A clip that cannot be encoded or decoded; the message says why."""
 
 
-def check_id(name: Any) -> None:
+def check_id(name: Any, where: str = "") -> None:
     """Raise `ClipError` unless an id is a relative path that stays within a directory.
 
-    It must have its shortest spelling, so that two ids cannot name one file.
+    It must have its shortest spelling, so that two ids cannot name one file. `where` begins the message.
     """
     path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath()
     is_other = path.is_absolute() or ".." in path.parts or path.as_posix() != name or "\0" in name
     if not path.parts or is_other:
-        raise ClipError(f"got the id {name!r}: a path that must not lead out of the output is wanted")
+        raise ClipError(f"{where}got the id {name!r}: a path that must not lead out of the output is wanted")
 
 
 def check_ids(names: Iterable[str], where: str) -> None:
     """Raise `ClipError` for an id that comes twice or is not valid; `where` begins the message."""
-    earlier: set[str] = set()
-    for name in names:
-        if name in earlier:
+    for name, count in Counter(names).items():
+        if count > 1:
             raise ClipError(f"{where} names {name} twice: give each clip an id of its own")
-        try:
-            check_id(name)
-        except ClipError as error:
-            raise ClipError(f"{where}: {error}") from error
-        earlier.add(name)
+        check_id(name, f"{where}: ")
 
 
 def check_file(

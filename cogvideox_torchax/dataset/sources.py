@@ -179,5 +179,5 @@ def latent_files(directory: Path, say: Callable[[str], None] = print) -> list[Pa
     # No more than `DISCARDED`: an id, and so the path of its latents, may begin with a dot.
     files = files_below(directory, is_wanted, say, DISCARDED) if directory.is_dir() else []
     if not files:
-        raise ClipError(f"{directory} holds no latent files, .safetensors: give a directory of `encode`")
+        raise ClipError(f"{directory} holds no latent files (.safetensors): encode videos first")
     return sorted(files)

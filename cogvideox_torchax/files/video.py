@@ -23,6 +23,7 @@ import torch
 from PIL import Image, ImageOps
 
 from cogvideox_torchax import upstream
+from cogvideox_torchax.files import faults
 from cogvideox_torchax.files.extras import needing
 from cogvideox_torchax.files.whole import check_output, refuse, resolved, whole_file
 
@@ -212,7 +213,7 @@ class Video:
                     continue
                 if packet.size:  # the last one has none
                     seconds = (packet.pts or 0) * self.tick
-                    longest, previous = max(longest, abs(seconds - previous)), seconds
+                    longest, previous = max(longest, abs(seconds - previous) * (stored > 0)), seconds
                     stored, shown = stored + 1, shown + (not packet.is_discard)
                 try:
                     for frame in () if self._is_enough else packet.decode():
@@ -225,8 +226,6 @@ class Video:
                     if self.times:
                         raise
             self._check_end(container, stream, stored, end, longest)
-            if not self.times:
-                raise self._without_frames()
             rest_is_counted = self._is_enough and not is_picture
             self.num_frames = max(len(self.times), shown * rest_is_counted)
         yield self.times[-1] + 1 / self.fps, None
@@ -236,10 +235,11 @@ class Video:
         """Open a video file; yield PyAV's container and stream. FFmpeg's errors turn into `VideoError`."""
         av, source, path = _av(), self.source, self.path
         if not isinstance(source, bytes):
-            if not path.exists():
-                raise VideoError(f"there is no file {path}")
-            if path.is_dir():
-                raise VideoError(f"{path} is a directory: give a video file")
+            faults.refuse(
+                (not path.exists(), f"there is no file {path}"),
+                (path.is_dir(), f"{path} is a directory: give a video file"),
+                error=VideoError,
+            )
         try:
             # In a relative name FFmpeg takes the text before a colon for a protocol; after a slash not.
             file = io.BytesIO(source) if isinstance(source, bytes) else str(path.absolute())
@@ -271,7 +271,8 @@ class Video:
         """Take a decoded frame's time, and of the first one the size."""
         size, time = (frame.height, frame.width), Fraction(0)
         if not self.times:
-            self._first, self._is_damaged, orientation = frame, False, Orientation.of(frame)
+            self._size, self._start, self._is_damaged = size, frame.pts, False
+            orientation = Orientation.of(frame)
             self.height, self.width = orientation.sides(size)
             aspect = stream.sample_aspect_ratio or Fraction(1)  # a stored pixel's width over its height
             self.pixel = 1 / aspect if orientation.swapped else aspect
@@ -283,14 +284,14 @@ class Video:
                     HDR[frame.color_trc],
                 )
         else:
-            is_timed = None not in (frame.pts, self._first.pts)
-            time = (frame.pts - self._first.pts) * self.tick if is_timed else Fraction(0)
+            is_timed = None not in (frame.pts, self._start)
+            time = (frame.pts - self._start) * self.tick if is_timed else Fraction(0)
             time = time if time > self.times[-1] else self.times[-1] + 1 / self.announced[0]
-            first_size = self._first.height, self._first.width
-            if size != first_size:
+            if size != self._size:
                 raise VideoError(
-                    f"{self.path} changes size at frame {len(self.times)}, from {first_size[0]} x "
-                    f"{first_size[1]} pixels to {size[0]} x {size[1]}: cut it there, or take fewer frames"
+                    f"{self.path} changes size at frame {len(self.times)}, from "
+                    "{} x {} pixels to {} x {}".format(*self._size, *size)
+                    + ": cut it there, or take fewer frames"
                 )
         if frame.is_corrupt and not self._is_damaged:
             self._is_damaged = True
@@ -300,15 +301,6 @@ class Video:
                 len(self.times),
             )
         self.times.append(time)
-
-    def _without_frames(self) -> VideoError:
-        return VideoError(
-            f"{self.path} is an animated WebP, which this FFmpeg cannot decode: make an .apng of it, without "
-            f"loss, by PIL.Image.open({self.path.name!r}).save({self.path.stem + '.apng'!r}, 'PNG', "
-            "save_all=True)"
-            if self.path.suffix.lower() == ".webp" and is_video(self.path)
-            else f"{self.path} has no frames"
-        )
 
     def _check_end(self, container: Any, stream: Any, stored: int, end: Fraction, longest: Fraction) -> None:
         """Raise `VideoError` if the header of a file that is read announces more than was there.
@@ -320,16 +312,26 @@ class Video:
         # frame before them again; if the file is cut off, FFmpeg shortens its duration, in frames.
         is_short_avi = name == "avi" and (stream.duration or 0) < stream.frames
         announced = stream.frames if is_short_avi else len(stream.index_entries) * name.startswith("mov")
-        if announced > stored:
-            raise VideoError(
-                f"{self.path} is truncated: {announced} frames are announced, {stored} are there"
-            )
         seconds = (container.duration or 0) / 1e6 if name in DURATION_IN_HEADER else 0
-        # The last frame may have no duration, or have been held for longer than others.
-        if seconds - end > max(0.25, 2 * longest):
-            raise VideoError(
-                f"{self.path} is truncated: {seconds:.6g} s are announced, {float(end):.6g} s are there"
-            )
+        faults.refuse(
+            (
+                announced > stored,
+                f"{self.path} is truncated: {announced} frames are announced, {stored} are there",
+            ),
+            # The last frame may have no duration, or have been held for longer than others.
+            (
+                seconds - end > max(0.25, 2 * longest),
+                f"{self.path} is truncated: {seconds:.6g} s are announced, {float(end):.6g} s are there",
+            ),
+            (
+                not self.times and self.path.suffix.lower() == ".webp" and is_video(self.path),
+                f"{self.path} is an animated WebP, which this FFmpeg cannot decode: make an .apng of it, "
+                f"without loss, by PIL.Image.open({self.path.name!r}).save({self.path.stem + '.apng'!r}, "
+                "'PNG', save_all=True)",
+            ),
+            (not self.times, f"{self.path} has no frames"),
+            error=VideoError,
+        )
 
 
 def probe(source: Source, at_most: int | None = None) -> Video:

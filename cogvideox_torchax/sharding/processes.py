@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -85,7 +85,7 @@ def wait_for_all() -> None:
 
     Every process calls it before it ends: the first process serves the connection of all, and must end last.
     """
-    # Not by `sync_global_devices`, which waits for one device alone: others may then still print, by gloo.
+    # Not by `sync_global_devices`, which waits for one device a process: others may still print, by gloo.
     _gathered(jax.devices(), {})
 
 
@@ -124,7 +124,7 @@ def check_same(mesh: Mesh | None, call: Mapping[str, Any]) -> None:
     """
     if mesh is None or not runtime.of_several_processes(mesh):
         return
-    own, calls = jax.process_index(), _in_time(lambda: _gathered(mesh.devices.flat, call))
+    own, calls = jax.process_index(), _in_time(lambda: _gathered(mesh.devices.ravel().tolist(), call))
     for process, other in calls.items():
         differing = [key for key in {**call, **other} if call.get(key) != other.get(key)]
         if differing:
@@ -134,22 +134,22 @@ def check_same(mesh: Mesh | None, call: Mapping[str, Any]) -> None:
             )
 
 
-def _gathered(devices: Iterable[Any], call: Mapping[str, Any]) -> Calls:
+def _gathered(some: Sequence[Any], call: Mapping[str, Any]) -> Calls:
     """Return the calls of all processes that some devices are of, by the processes' numbers."""
-    processes = sorted({device.process_index for device in devices})
-    # The first device of each process: these are the same in all, even if their meshes differ.
-    first = [next(each for each in jax.devices() if each.process_index == process) for process in processes]
-    sharding = NamedSharding(Mesh(first, "process"), PartitionSpec("process"))
+    processes = {device.process_index for device in some}
+    # All devices of these processes, which are the same in each, even if their meshes differ.
+    devices = [each for each in jax.devices(some[0].platform) if each.process_index in processes]
+    sharding = NamedSharding(Mesh(devices, "device"), PartitionSpec("device"))
 
     def of_all(row: np.ndarray) -> np.ndarray:
-        """Return the rows of all processes, of which this one passes its own."""
-        rows = jax.make_array_from_callback((len(first), row.size), sharding, lambda _: row[None])
+        """Return the rows of all devices: on its own ones, a process puts its `row`."""
+        rows = jax.make_array_from_callback((len(devices), row.size), sharding, lambda _: row[None])
         return multihost_utils.process_allgather(rows, tiled=True)
 
     text = json.dumps(call).encode()
     longest = int(of_all(np.array([len(text)], np.int32)).max())  # as all rows have one length
     rows = of_all(np.frombuffer(text.ljust(longest), np.uint8))
-    return {process: json.loads(row.tobytes()) for process, row in zip(processes, rows, strict=True)}
+    return {each.process_index: json.loads(row.tobytes()) for each, row in zip(devices, rows, strict=True)}
 
 
 def _in_time(gather: Callable[[], Calls]) -> Calls:
