@@ -87,6 +87,8 @@ assert cli.main(["encode", "clip.mp4", "-o", "two.safetensors", "--model", "vae"
 assert cli.main(["decode", "one.safetensors", "-o", "two", *together]) == 0
 # In three tiles, of which each process's devices hold columns of their own.
 assert cli.main(["decode", "one.safetensors", "-o", "two-tiled", "--tiling", "32x24", *together]) == 0
+import os
+os.dup2(2, 1)  # stdout was for reports
 from cogvideox_torchax import make_mesh, runtime
 from cogvideox_torchax.runtime import memory
 memory._free_memory = lambda devices: (3 + index) * 2**40
