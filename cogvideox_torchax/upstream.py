@@ -130,11 +130,6 @@ def jax_has_started() -> bool:
     return bridge is not None and bool(_attribute("jax", bridge, "_backends"))
 
 
-def process_store() -> Any:
-    """Return the store of texts by key that the connected processes share: a client of `jax.distributed`."""
-    return _attribute("jax", "jax._src.distributed", "global_state").client
-
-
 def trace_context() -> Any:
     """Return JAX's settings in this thread that make it trace a function anew: a tuple with a hash."""
     return _attribute("jax", "jax._src.config", "trace_context")()

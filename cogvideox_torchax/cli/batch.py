@@ -57,7 +57,7 @@ def decode(args: argparse.Namespace) -> int:
 
     The model is that of `--model`, or else the one that the first clip's latents name.
     """
-    files = sources.shards(Path(args.latents), common.say)
+    files = sources.latent_files(Path(args.latents), common.say)
     with devices.share_of_this_process(args) as share:
         directory = VideoDirectory(args.output, files, args.fps, share, retry=args.retry_failed)
         with directory.locked():

@@ -36,7 +36,7 @@ def input_faults(path: str) -> tuple[Fault, ...]:
 
 
 def video_faults(video: str, output: str | None) -> tuple[Fault, ...]:
-    is_latents = Path(video).suffix in kinds.SUFFIXES.values()  # of latent files, and of shards of them
+    is_latents = Path(video).suffix in (".safetensors", *kinds.SUFFIXES.values())
     is_output = output and Path(output).exists() and Path(video).samefile(output)
     return (
         (is_latents and Path(video).is_file(), f"{video} holds latents: decode it, or give a video"),
@@ -47,7 +47,7 @@ def video_faults(video: str, output: str | None) -> tuple[Fault, ...]:
 def check_output_directory(path: str, unit: str = "clip") -> None:
     """Raise `OutputError` if an output directory has the suffix of a file, and does not exist yet."""
     suffix = Path(path).suffix.lower()
-    file_suffixes = (*kinds.SUFFIXES.values(), ".mp4", ".gif")  # of latents, and of videos
+    file_suffixes = (".safetensors", *kinds.SUFFIXES.values(), ".mp4", ".gif")
     is_file_name = suffix in file_suffixes and not Path(path).is_dir()
     whole.refuse(path, (is_file_name, f"many {unit}s go into a directory: give a name without {suffix}"))
 
@@ -92,8 +92,8 @@ def check_decode(args: argparse.Namespace) -> None:
     source = Path(args.latents)
     if source.is_dir():
         return check_output_directory(args.output)
-    shard = f"{source} is a shard of a data set: decode its directory, {source.parent}, into another one"
-    return faults.refuse((source.suffix in (".parquet", ".tar"), shard), *faults_of_one(args))
+    shard = f"{source} is a shard for trainers: decode the latent files of which it is made"
+    return faults.refuse((source.suffix in kinds.SUFFIXES.values(), shard), *faults_of_one(args))
 
 
 def check_generate(args: argparse.Namespace) -> None:
@@ -233,7 +233,7 @@ COMMANDS = {
                 "--format",
                 required=True,
                 choices=kinds.SUFFIXES,
-                help="Parquet as FastVideo reads it (needs the extra data), WebDataset tars, or safetensors",
+                help="Parquet as FastVideo reads it, or WebDataset tars; both need the extra data",
             ),
             Option(
                 "--shard-size",

@@ -16,8 +16,8 @@ import torch
 from tqdm.auto import tqdm
 
 from cogvideox_torchax import backends, runtime
-from cogvideox_torchax.cli.devices import Fetch
 from cogvideox_torchax.cli.options import DTYPES, SPATIAL_SCALE
+from cogvideox_torchax.dataset import clip
 from cogvideox_torchax.dataset.clip import (
     MEAN,
     SAMPLE,
@@ -26,7 +26,6 @@ from cogvideox_torchax.dataset.clip import (
     ClipPart,
     DecodeClip,
     EncodeClip,
-    select_part,
 )
 from cogvideox_torchax.files import reports, video
 from cogvideox_torchax.files.latents import Latents
@@ -120,43 +119,34 @@ def config_of(args: argparse.Namespace, fps: Fraction | None = None, **options: 
 
 
 def open_clip(args: argparse.Namespace, at_most: int | None = None, fps: Fraction | None = None) -> ClipPart:
-    """Return the part of `args.video` to encode, not read yet; raise `ValueError` for an impossible size.
+    """Return the part of `args.video` to encode; raise `ValueError` for an impossible size.
 
     The part is the first `--frames` frames; without that option at most the first `at_most`, or all for None.
     `fps` is the rate at which frames are taken; None for the video's own.
     """
-    count = args.frames  # None for all frames
-    if not count and at_most:
-        # A part that is longer than the video would be an error. The file's frames are counted here, of which
-        # a lower `fps` would take fewer; but no command passes both `at_most` and `fps`.
-        count = video.probe(args.video, at_most).num_frames
-    # `verify` has several dtypes; the part depends on none of them.
-    config = config_of(args, fps, dtype="float32", frames=count)
+    config = config_of(args, fps, dtype="float32")  # `verify` has several dtypes; the part depends on none
     # The clip is in no data set, so its id is "".
-    return select_part(Clip("", args.video), config, SPATIAL_SCALE)
+    return clip.read(Clip("", args.video), config, SPATIAL_SCALE, at_most)
 
 
-def unit_of(kind: type[Unit], args: argparse.Namespace, vae: Any, fetch: Fetch, **options: Any) -> Unit:
-    """Return an `EncodeClip` or a `DecodeClip` with a progress bar for a clip's chunks.
+def unit_of(kind: type[Unit], args: argparse.Namespace, vae: Any, **options: Any) -> Unit:
+    """Return an `EncodeClip` or a `DecodeClip` of a loaded model, with a progress bar for a clip's chunks.
 
-    `vae` is the loaded model, and `fetch` brings a chunk's result to the host. `options` are fields of
-    `ClipConfig`, which take precedence over the command's.
+    `options` are fields of `ClipConfig`, which take precedence over the command's.
     """
-    return kind(
-        config_of(args, **options), say, vae=vae, fetch=fetch, follow=functools.partial(progress, args=args)
-    )
+    return kind(config_of(args, **options), say, vae=vae, follow=functools.partial(progress, args=args))
 
 
-def encoder_of(args: argparse.Namespace, vae: Any, fetch: Fetch, **options: Any) -> EncodeClip:
+def encoder_of(args: argparse.Namespace, vae: Any, **options: Any) -> EncodeClip:
     """Return an `EncodeClip` that keeps the posterior's mean, or with `--seed` a sample; see `unit_of`."""
     keep = MEAN if args.seed is None else SAMPLE
-    return unit_of(EncodeClip, args, vae, fetch, keep=keep, seed=args.seed or 0, **options)
+    return unit_of(EncodeClip, args, vae, keep=keep, seed=args.seed or 0, **options)
 
 
-def decode_to(sink: video.Sink, vae: Any, latents: Latents, args: argparse.Namespace, fetch: Fetch) -> int:
+def decode_to(sink: video.Sink, vae: Any, latents: Latents, args: argparse.Namespace) -> int:
     """Decode latents and write each chunk's frames into a sink; return the number of frames."""
     # `args` may have no model and no dtype: the latents name their model, and the loaded VAE has the dtype.
-    unit = unit_of(DecodeClip, args, vae, fetch, model=latents.model, dtype=runtime.dtype_name(vae.dtype))
+    unit = unit_of(DecodeClip, args, vae, model=latents.model, dtype=runtime.dtype_name(vae.dtype))
     return video.write_all(sink, unit.stream(latents))
 
 

@@ -4,21 +4,15 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-import torch
-
-from cogvideox_torchax import backends, runtime
+from cogvideox_torchax import backends
 from cogvideox_torchax.dataset.clip import local_mesh
 from cogvideox_torchax.dataset.directory import ProcessShard
 from cogvideox_torchax.files import video
-
-Fetch = Callable[[torch.Tensor], torch.Tensor]
-"""Brings the result of a chunk from the devices to the host."""
-
 
 _OWN = {"coordinator", "processes", "process", "timeout", "quiet", "json", "traceback", "run"}
 """Options, and what the parser adds, that may differ among the processes of a command."""
@@ -51,20 +45,14 @@ class ProcessGroup:
     Attributes:
         mesh: the mesh of their devices; None for one device.
         is_first: whether this process writes outputs and messages.
-        fetch_to_all, fetch_to_first: bring a computed chunk to the host, in every process or in the first
-            process alone.
     """
 
     mesh: Any = None
     is_first: bool = True
-    fetch_to_all: Fetch = runtime.to_torch
-    fetch_to_first: Fetch = runtime.to_torch
 
-    def writing(
-        self, path: str, fps: Fraction | float, source: video.SourceTiming | None = None
-    ) -> contextlib.AbstractContextManager[video.Sink]:
+    def writing(self, path: str, fps: Fraction | float) -> contextlib.AbstractContextManager[video.Sink]:
         """Return the sink of `video.writing` in the first process, and in others a sink that drops frames."""
-        return video.writing(path, fps, source) if self.is_first else contextlib.nullcontext(video.Sink())
+        return video.writing(path, fps) if self.is_first else contextlib.nullcontext(video.Sink())
 
 
 @contextlib.contextmanager
@@ -81,9 +69,8 @@ def process_group(args: argparse.Namespace) -> Iterator[ProcessGroup]:
             sharding.check_all_take_part(mesh)  # raises if a process has no device in the mesh
             options = {f"--{name}": repr(value) for name, value in vars(args).items() if name not in _OWN}
             sharding.check_same(mesh, options)
-            # Results of chunks are sent through files in a directory beside the output.
-            with sharding.exchanging(args.output) as exchange:
-                yield ProcessGroup(mesh, sharding.is_first(), exchange.fetch_to_all, exchange.fetch_to_first)
+            yield ProcessGroup(mesh, sharding.is_first())
+            sharding.wait_for_all()  # the first process serves the connection of all, and must end last
     else:
         yield ProcessGroup(mesh_of(args))
 

@@ -17,6 +17,7 @@ OPTIONAL = {
     "peft": ("text", "LoRAs"),
     "matplotlib": ("plots", "pictures of `verify` and of measurements"),
     "pyarrow": ("data", "data sets in Parquet"),
+    "webdataset": ("data", "data sets in tars of WebDataset"),
     "ray": ("ray", "encoding data sets on Ray"),
     "fastapi": ("web", "the example that streams into a browser"),
     "libtpu": ("tpu", "running on a TPU"),

@@ -40,7 +40,7 @@ def _run_one(args: argparse.Namespace, generate: Generator) -> None:
             whole.check_file(file)
     with (
         devices.process_group(args) as group,
-        whole.reserved(args.output, ".lock") if group.is_first else contextlib.nullcontext(),
+        whole.locked(f"{wanted.path}.run", wanted.path) if group.is_first else contextlib.nullcontext(),
     ):
         clock = common.announcing_clock(args)
         if args.begun < until:

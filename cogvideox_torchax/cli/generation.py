@@ -288,9 +288,7 @@ class Video:
     def tidy(self) -> None:
         """Remove the latents of a video that is complete, unless `--until latents` has made them."""
         file = self.file(Stage.LATENTS)
-        whole.remove_leftover(
-            whole.hidden(file, whole.WRITING)
-        )  # of a run that was killed after it wrote them
+        whole.remove_leftover(file)
         if file.exists() and tensors.metadata(file, ValueError).get("until") != "latents":
             file.unlink()
 
@@ -483,7 +481,7 @@ class Generator:
         """Write a video and its record."""
         group, fps = self._group, self._args.fps
         with group.writing(str(wanted.path), fps) as sink:
-            frames = common.decode_to(sink, self._vae, latents, self._args, group.fetch_to_first)
+            frames = common.decode_to(sink, self._vae, latents, self._args)
             if not group.is_first:
                 return
             # The record comes before its video, which a killed run may leave out. An earlier request's video

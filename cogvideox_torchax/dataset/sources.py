@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.dataset import formats
 from cogvideox_torchax.dataset.clip import Clip
 from cogvideox_torchax.dataset.names import ClipError, check_ids
 from cogvideox_torchax.files import reports, video
@@ -164,34 +163,19 @@ def _relative_name(file: Path, directory: Path) -> str:
     return file.name if ".." in below.parts else below.as_posix()
 
 
-def latent_files(
-    directory: Path,
-    say: Callable[[str], None] = print,
-    suffixes: tuple[str, ...] = (formats.SUFFIXES[formats.SAFETENSORS],),
-) -> list[Path]:
-    """Return the files in a directory and below it with one of the suffixes, ordered by their paths.
+def latent_files(directory: Path, say: Callable[[str], None] = print) -> list[Path]:
+    """Return the latent files in a directory and below it, ordered by their paths; files in the making not.
 
-    Files of unfinished outputs are left out.
+    Raises:
+        ClipError: there are none.
     """
-    files = files_below(
-        directory,
-        lambda path: (
-            path.suffix in suffixes
-            and not any(part.endswith(WRITING) for part in path.relative_to(directory).parts)
-            and path.is_file()
-        ),
-        say,
-        DISCARDED,  # and no more: an id, and so the path of its latents, may begin with a dot
-    )
-    return sorted(files)
 
+    def is_wanted(path: Path) -> bool:
+        is_whole = not any(part.endswith(WRITING) for part in path.relative_to(directory).parts)
+        return path.suffix == ".safetensors" and is_whole and path.is_file()
 
-def shards(directory: Path, say: Callable[[str], None] = print) -> list[Path]:
-    """Return the files of latents in a directory and below it; `ClipError` if there are none."""
-    suffixes = tuple(formats.SUFFIXES.values())
-    files = latent_files(directory, say, suffixes)
+    # No more than `DISCARDED`: an id, and so the path of its latents, may begin with a dot.
+    files = files_below(directory, is_wanted, say, DISCARDED) if directory.is_dir() else []
     if not files:
-        raise ClipError(
-            f"{directory} holds no latents: they end in {', '.join(suffixes)}; encode videos first"
-        )
-    return files
+        raise ClipError(f"{directory} holds no latent files (.safetensors): encode videos first")
+    return sorted(files)

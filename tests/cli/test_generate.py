@@ -667,7 +667,7 @@ def test_a_line_is_taken_as_pandas_writes_it(models):
 def test_of_two_runs_in_one_directory_the_second_names_the_directory(models, refused):
     Path("prompts.jsonl").write_text(LINES[0])
     assert cli.main(many(models("text"))) == 0
-    with whole.reserved("out/failed-prompts.jsonl-0", ".lock"):
+    with whole.locked("out/failed-prompts.jsonl-0"):
         assert "cannot write out: another run is writing it" in refused(*many(models("text")))
 
 

@@ -73,7 +73,6 @@ CASES = [
       for text in ("{", "[" * 10**5, '{"a":' * 10**5, "9" * 5000)),
     *((metadata, "no latent file of this program")
       for metadata in (None, {"format": "pt"}, {latents.KEY: "[2]"}, {latents.KEY: '{"format": 3}'})),
-    ({latents.KEY: '{"format": 2, "clips": {}}'}, "a shard of a data set: decode its directory"),
 ]  # fmt: skip
 
 
