@@ -52,8 +52,15 @@ def check_output_directory(path: str, unit: str = "clip") -> None:
     whole.refuse(path, (is_file_name, f"many {unit}s go into a directory: give a name without {suffix}"))
 
 
+def mesh_fault(args: argparse.Namespace, name: str) -> Fault:
+    """Return the fault of an option for backends that run on a mesh, which PyTorch's own does not."""
+    no_mesh = f"--backend torch runs on one device: leave out --{name}, or take torchax"
+    return getattr(args, name, None) and args.backend == "torch", no_mesh
+
+
 def faults_of_one(args: argparse.Namespace) -> Iterator[Fault]:
     """Yield a fault for each option of many clips, which a single clip has no use for."""
+    yield mesh_fault(args, "distributed")  # of many clips, each process has a model of its own
     for name in FOR_MANY:
         option = f"--{name.replace('_', '-')}"
         # The options' defaults are None and False. `getattr` returns None for one that the command lacks.
@@ -259,6 +266,7 @@ COMMANDS = {
             options.FPS,
             options.PROFILE,
         ),
+        lambda args: faults.refuse(*faults_of_one(args)),
     ),
     "generate": Command(
         "generate a video with a CogVideoX pipeline",
@@ -446,7 +454,17 @@ def check(args: argparse.Namespace) -> None:
     given = {name: value for name, value in vars(args).items() if value is not None}
     # A profile would start JAX, which processes must not do before they connect.
     both = args.distributed and "profile" in given
-    faults.refuse((both, "--profile records a single process: leave out --distributed"))
+    faults.refuse(
+        (both, "--profile records a single process: leave out --distributed"),
+        *(mesh_fault(args, name) for name in ("dp", "tp")),
+        *(
+            (
+                name in given and not args.distributed,
+                f"got --{name} {given.get(name)} for a single process: add --distributed",
+            )
+            for name in ("coordinator", "processes", "process", "timeout")
+        ),
+    )
     if "model" in given:
         models.local(args.model)  # for its error
     for name in given.keys() & {"latents", "image", "prompts", "video"}:

@@ -9,32 +9,16 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from cogvideox_torchax import backends
 from cogvideox_torchax.dataset.clip import local_mesh
 from cogvideox_torchax.dataset.directory import ProcessShard
 from cogvideox_torchax.files import video
 
-_OWN = {"coordinator", "processes", "process", "timeout", "quiet", "json", "traceback", "run"}
-"""Options, and what the parser adds, that may differ among the processes of a command."""
-
-
-def _check_options(args: argparse.Namespace, *, needing_mesh: tuple[str, ...]) -> None:
-    """Raise `ValueError` for options of several devices or processes that would have no effect."""
-    # `needing_mesh` has names of options, such as "dp". If one is given, the backend must run on a mesh.
-    for name in needing_mesh:
-        if getattr(args, name) and not backends.backend(args.backend).on_jax:
-            raise ValueError(
-                f"--backend {args.backend} runs on one device: leave out --{name}, or take torchax"
-            )
-    for name in ("coordinator", "processes", "process", "timeout"):
-        value = getattr(args, name)
-        if value is not None and not args.distributed:
-            raise ValueError(f"got --{name} {value} for a single process: add --distributed")
+_OWN = {"coordinator", "processes", "process", "timeout", "quiet", "json", "traceback"}
+"""Options that may differ among the processes of a command."""
 
 
 def mesh_of(args: argparse.Namespace) -> Any:
     """Return the mesh that `--dp` and `--tp` ask for, or None for one device; `ValueError` if none fits."""
-    _check_options(args, needing_mesh=("dp", "tp"))
     return local_mesh(args.dp, args.tp)
 
 
@@ -62,8 +46,6 @@ def process_group(args: argparse.Namespace) -> Iterator[ProcessGroup]:
     `ValueError` if options contradict each other, a mesh does not fit, or processes cannot connect.
     """
     if args.distributed:
-        # Here `--distributed` needs a mesh, too: one mesh has the devices of all processes.
-        _check_options(args, needing_mesh=("dp", "tp", "distributed"))
         with _connected(args) as sharding:
             mesh = sharding.make_mesh(args.dp or 1, args.tp)
             sharding.check_all_take_part(mesh)  # raises if a process has no device in the mesh
@@ -82,9 +64,6 @@ def share_of_this_process(args: argparse.Namespace) -> Iterator[ProcessShard]:
     With `--process` and `--processes` but no `--coordinator` the processes work without a connection.
     `ValueError` if options contradict each other, or processes cannot connect.
     """
-    # Each process has a model of its own, so only `--dp` and `--tp` need a backend that runs on a mesh, and
-    # `--distributed` goes with every backend.
-    _check_options(args, needing_mesh=("dp", "tp"))
     if not args.distributed:
         yield ProcessShard()
     elif args.processes is not None and args.process is not None and args.coordinator is None:

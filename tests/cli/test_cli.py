@@ -458,7 +458,6 @@ WRONG = {
         ("decode", "größe 猫.st", *DECODE[2:]),
         "no file or directory gr",
     ),
-    "a mesh for many clips": (lambda: None, ("encode", ".", "-o", "new", "--tp", 2), "runs on one device"),
     "a seed for no sample": (lambda: None, ("encode", ".", *ENCODE[2:], "--seed", 3), "add --keep sample"),
 }
 
@@ -548,6 +547,15 @@ WRONG_ARGUMENTS = {
     "a list of another kind": ("generate --prompts /dev/null -o x", "got prompts in /dev/null: give a .txt"),
     "a file for many": ("encode . -o x.mp4", "many clips go into a directory"),
     "actors without Ray": ("encode . -o out --actors 2", "--actors is for Ray: add --ray"),
+    "a mesh for many clips": (
+        "encode . -o out --backend torch --tp 2",
+        "torch runs on one device: leave out",
+    ),
+    "processes of PyTorch": (
+        "reconstruct /dev/null -o out.mp4 --backend torch --distributed",
+        "torch runs on one device: leave out --distributed",
+    ),
+    "a process alone": ("encode . -o out --process 0", "got --process 0 for a single process: add --dist"),
     "a profile of processes": ("encode . -o out --profile p --distributed", "records a single process"),
     "noise to crop": ("verify --crop", "--crop is for a clip: pass one with --video"),
     "noise of an odd height": ("verify --height 15", "got noise of 15 x 96 pixels"),
@@ -617,7 +625,7 @@ def test_ctrl_c_during_the_imports_is_no_traceback(tmp_path):
         "import signal, runpy; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "runpy.run_module('cogvideox_torchax', run_name='__main__')"
     )
-    ended = run_python(code, "doctor", PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+    ended = run_python(code, "verify", PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
     assert (ended.returncode, ended.stdout, ended.stderr) == (cli.INTERRUPTED, "", "")
 
 
