@@ -43,7 +43,7 @@ class ProcessGroup:
 def process_group(args: argparse.Namespace) -> Iterator[ProcessGroup]:
     """Connect the processes of a command for a `with` block; yield their group.
 
-    `ValueError` if options contradict each other, a mesh does not fit, or processes cannot connect.
+    `ValueError` if a mesh does not fit, or processes cannot connect.
     """
     if args.distributed:
         with _connected(args) as sharding:
@@ -62,7 +62,7 @@ def share_of_this_process(args: argparse.Namespace) -> Iterator[ProcessShard]:
     """Yield this process's share of many clips, which the processes of a command divide.
 
     With `--process` and `--processes` but no `--coordinator` the processes work without a connection.
-    `ValueError` if options contradict each other, or processes cannot connect.
+    `ValueError` if there is no such `--process`, or processes cannot connect.
     """
     if not args.distributed:
         yield ProcessShard()

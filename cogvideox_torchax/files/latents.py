@@ -135,7 +135,7 @@ def about(path: Path) -> dict[str, Any]:
 def loads(data: bytes, name: str | Path) -> Latents:
     """Return the latents of a latent file from its bytes; errors call the file `name`."""
     with tensors.readable(name, LatentsError):
-        file_tensors = deserialized(data)  # safetensors cannot load while torchax is on
+        file_tensors = deserialized(data)
     # The file begins with the length of its JSON header, in eight bytes; `deserialized` drops the metadata.
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return from_fields(name, _parsed(name, header.get("__metadata__", {})), file_tensors)
