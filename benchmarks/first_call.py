@@ -9,8 +9,8 @@ after the other, and as a pipeline's call compiles them: the VAE's in two thread
 (`compile_ahead`). Each way is a process of its own. The seconds contain tracing and lowering.
 
 `--warm` measures what a process spends before its first call if the compile cache has all programs: seconds
-of one core for its imports, for tracing and lowering, and for the keys that take the place of these two
-(`runtime.executables`). A machine without a TPU cannot load executables, so that loading is not in it.
+of one core for its imports, and for tracing and lowering. A machine without a TPU cannot load executables, so
+that loading is not in it.
 """
 
 import argparse
@@ -19,13 +19,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import jax
-
 from benchmarks import worker
 from benchmarks.pages import keep
 from benchmarks.plan.command import CASES, parsed
 from benchmarks.plan.requests import requested
-from cogvideox_torchax.runtime import executables
 
 CASE = "pipeline-5b-v6e-1"
 WAYS = {"one after the other": False, "side by side": True}
@@ -47,18 +44,13 @@ def seconds(beside: bool) -> dict[str, float]:
 
 
 def cpu_seconds() -> dict[str, dict[str, float]]:
-    """Return the seconds of one core by what this process does: imports, then each program both ways."""
+    """Return the seconds of one core by what this process does: imports, and then each program."""
     spent = {"imports": time.process_time()}
     request = requested(parsed(CASES[CASE].split()))
     for work in request.works:
-        program, structs = work.lower.__self__, work.structs()  # pyright: ignore[reportFunctionMemberAccess]
-        with jax.set_mesh(request.mesh):
-            start = time.process_time()
-            executables.key_of(program._network.module, program.place, structs)
-            spent[f"{work.name}: key"] = time.process_time() - start
-            start = time.process_time()
-            program.lower(*structs)
-            spent[f"{work.name}: traced and lowered"] = time.process_time() - start
+        start = time.process_time()
+        work.lowered(request.mesh)
+        spent[f"{work.name}: traced and lowered"] = time.process_time() - start
     return {"figure": spent}
 
 

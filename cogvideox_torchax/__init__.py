@@ -5,7 +5,6 @@ import importlib.abc
 import importlib.util
 import os
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,8 +14,6 @@ if TYPE_CHECKING:
     from cogvideox_torchax.sharding import make_mesh
     from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
-STARTED = time.time()
-"""When this process began to import the package: what is written later is not what it runs."""
 __version__ = "0.1.0"
 __all__ = ["AutoencoderKLCogVideoX", "load_pipeline", "make_mesh", "port", "save_video"]
 

@@ -13,6 +13,7 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from jax.sharding import Mesh
 from torch import nn
 
+from cogvideox_torchax.runtime import forget_programs
 from cogvideox_torchax.sharding import Parallel, check_mesh
 from cogvideox_torchax.upstream import uncompiled
 from cogvideox_torchax.vae.torchax.autoencoder import check_vae_class, port_vae
@@ -42,7 +43,8 @@ def port(
     If all weights do not fit the devices, or if diffusers' offload is on, the weights of a network wait in
     the host's memory between its uses, as by `pipe.enable_model_cpu_offload()`, which a ported pipeline has.
 
-    A second call with equal arguments changes nothing.
+    A second call with equal arguments drops the compiled programs, and changes nothing else. New programs
+    have the global variables of your own functions as they are then.
 
     Args:
         model_or_pipeline: a diffusers `AutoencoderKLCogVideoX`, a diffusers pipeline, or an object whose
@@ -94,6 +96,7 @@ def port(
         vae = port_vae(to_port)
         if mesh is not None:
             vae.place_on(mesh)
+        forget_programs(vae)
     else:
         # Imported here, as a VAE alone needs neither T5 nor diffusers' pipelines.
         from cogvideox_torchax.pipelines.eight_bits import check_weights
@@ -101,6 +104,10 @@ def port(
 
         check_weights(weights)
         port_pipeline(to_port, mesh, parallel, weights)
+        parts = to_port.components if isinstance(to_port, DiffusionPipeline) else vars(to_port)
+        for model in parts.values():
+            if isinstance(model, nn.Module):
+                forget_programs(model)
     return to_port  # pyright: ignore[reportReturnType]
 
 

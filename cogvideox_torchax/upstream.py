@@ -12,13 +12,10 @@ while its modes are. A *part* of a pipeline is one of its components, such as a 
 
 import contextlib
 import copyreg
-import dataclasses
 import functools
 import importlib
-import io
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -128,68 +125,6 @@ def jax_has_started() -> bool:
     # was forked, nobody ever releases it here.
     bridge = sys.modules.get("jax._src.xla_bridge")
     return bridge is not None and bool(_attribute("jax", bridge, "_backends"))
-
-
-def trace_context() -> Any:
-    """Return JAX's settings in this thread that make it trace a function anew: a tuple with a hash."""
-    return _attribute("jax", "jax._src.config", "trace_context")()
-
-
-def cache_path(directory: str) -> Any:
-    """Return the path of a directory as JAX's compile cache takes it: with etils, a bucket's address too."""
-    return _attribute("jax", "jax._src.path", "Path")(directory)
-
-
-@functools.cache
-def _cache_keys() -> threading.local:
-    """Have JAX record the keys of its compile cache: the result has the last one of each thread as `last`."""
-    from jax._src import compilation_cache
-
-    recorded, get_cache_key = threading.local(), _attribute("jax", compilation_cache, "get_cache_key")
-
-    def recording(*args: Any, **kwargs: Any) -> str:
-        recorded.last = get_cache_key(*args, **kwargs)
-        return recorded.last
-
-    compilation_cache.get_cache_key = recording
-    return recorded
-
-
-def compiled_call(lowered: Any) -> tuple[bytes, str | None]:
-    """Compile a `jax.stages.Lowered`; return its call, pickled without the executable, and JAX's key of that.
-
-    The key is that of JAX's compile cache, or None if JAX did not ask its cache. JAX's own
-    `serialize_executable.serialize` fails on a CPU, for an executable that was loaded from the cache.
-    """
-    import jax
-
-    keys = _cache_keys()
-    keys.last = None
-    compiled = lowered.compile()
-    unloaded = dataclasses.replace(compiled._executable._unloaded_executable, xla_executable=None)
-    with io.BytesIO() as file:
-        pickler = _attribute("jax", "jax.experimental.serialize_executable", "_JaxPjrtPickler")(file)
-        pickler.dump((unloaded, jax.tree.leaves(compiled.args_info), compiled.out_tree, compiled._no_kwargs))
-        return file.getvalue(), keys.last
-
-
-def loaded_call(pickled: bytes, key: str, arguments_tree: Any, client: Any) -> tuple[Any, Any] | None:
-    """Return the `jax.stages.Compiled` of a pickled call and the avals of its results.
-
-    Its executable is that of JAX's compile cache by a key; None if the cache has lost it. `arguments_tree` is
-    the tree of (arguments, keywords).
-    """
-    import jax
-
-    unpickler = _attribute("jax", "jax.experimental.serialize_executable", "_JaxPjrtUnpickler")
-    unloaded, information, out_tree, no_kwargs = unpickler(io.BytesIO(pickled), client).load()
-    load = _attribute("jax", "jax._src.compilation_cache", "get_executable_and_time")
-    executable, _seconds = load(key, None, client, unloaded.device_list)
-    if executable is None:
-        return None
-    loaded = dataclasses.replace(unloaded, xla_executable=executable).load()
-    call = jax.stages.Compiled(loaded, [], arguments_tree.unflatten(information), out_tree, no_kwargs)
-    return call, out_tree.unflatten(unloaded.output_avals)
 
 
 def leave_torchax(refuse: Callable[[], None]) -> None:

@@ -42,6 +42,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -57,7 +58,6 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
 from cogvideox_torchax import load_pipeline, make_mesh, runtime, save_video
-from cogvideox_torchax.cli.common import TINY_PIPELINE, TINY_PROMPT, TINY_SAMPLING
 from cogvideox_torchax.dataset import Bucket
 from cogvideox_torchax.pipelines import description
 
@@ -73,6 +73,11 @@ LARGEST = 100_000
 
 PATIENCE = 60.0
 """Seconds that a request's body may take to come."""
+
+TINY_PIPELINE = files("cogvideox_torchax") / "assets" / "tiny-pipeline"
+TINY_PROMPT = "a red circle moves to the left on a blue background"
+TINY_SAMPLING = {"num_inference_steps": 20, "guidance_scale": 1.5}
+"""The bundled pipeline, one of the prompts that it knows, and how its videos are best."""
 
 SAMPLING = {"num_inference_steps": 50}
 """How a pipeline samples."""

@@ -297,7 +297,7 @@ def test_ported_modules_know_two_functions_of_a_bridge(module):
     modules = sources()
     _, found = parsed(modules[f"cogvideox_torchax.{module}"])
     taken = {name for node in found for source, name in imported(node, modules) if "runtime" in source}
-    of_tensors = SEAM | {"runs_kernel", "replaced_method"}  # of runtime/stock, which asks the seam
+    of_tensors = SEAM | {"runs_kernel", "replaced_method"}  # of runtime/trees, which asks the seam
     # `pipelines.layers` moves a table to JAX: `runtime.to_jax`.
     others = {"runtime", ""} if module == "pipelines.layers" else {"on_accelerator"}
     assert taken | others >= SEAM

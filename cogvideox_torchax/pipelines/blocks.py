@@ -43,7 +43,7 @@ from cogvideox_torchax.pipelines.layers import (
 )
 from cogvideox_torchax.pipelines.sequence import Sequence
 from cogvideox_torchax.runtime import array_of, tensor_of, torch_view
-from cogvideox_torchax.runtime.stock import runs_kernel
+from cogvideox_torchax.runtime.trees import runs_kernel
 from cogvideox_torchax.upstream import scaling_loras
 
 Tables = tuple[torch.Tensor, ...]
@@ -307,7 +307,7 @@ def joined_step(
 ) -> torch.Tensor:
     """Return diffusers' prediction, latents (N, T, C, H, W), with the blocks run on one sequence.
 
-    The model must be stock (`runtime.stock.change_in`). The arguments are those of the forward of diffusers'
+    The model must be stock (`runtime.trees`). The arguments are those of the forward of diffusers'
     transformer. Of the options `attention_kwargs` only "scale" may be set: the decorator scales the model's
     LoRAs by it.
     """

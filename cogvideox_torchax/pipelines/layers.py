@@ -1,7 +1,7 @@
 """The layers of a pipeline's networks, ported: each class is a subclass of the layer that it replaces.
 
 Plain torch tensors run the inherited forward, torchax tensors run a kernel of `jax_kernels`, unless somebody
-has replaced a method of the inherited class (`runtime.stock`). `torch_view` turns a kernel, a function of JAX
+has replaced a method of the inherited class (`runtime.trees`). `torch_view` turns a kernel, a function of JAX
 arrays, into a function of tensors. A program is traced from its own copy of the network, which may change.
 
 Axis letters: N videos, S positions of a sequence (text first, then patches), C channels, H heads, D channels
@@ -20,7 +20,7 @@ from torch import nn
 import jax_kernels
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.runtime import on_accelerator, torch_view
-from cogvideox_torchax.runtime.stock import replaced_method, runs_kernel
+from cogvideox_torchax.runtime.trees import replaced_method, runs_kernel
 
 
 class _InEightBits(torch.autograd.Function):

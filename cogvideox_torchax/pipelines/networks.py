@@ -38,7 +38,7 @@ from cogvideox_torchax.pipelines.layers import (
 from cogvideox_torchax.pipelines.sequence import SequencePlacement
 from cogvideox_torchax.runtime.gradients import comes_from_input
 from cogvideox_torchax.runtime.models import PortedModel
-from cogvideox_torchax.runtime.stock import change_in
+from cogvideox_torchax.runtime.trees import change_in
 from cogvideox_torchax.sharding import BatchPlacement, Parallel, check_mesh
 from cogvideox_torchax.vae.torchax.modules import SiLU
 
@@ -263,7 +263,7 @@ class KnownNetwork(CompiledNetwork):
         """Return the program of `network`, an instance of `network_class` or `CachedStep` around this model.
 
         Programs are found again by the network's form, if it has one, and by the modules that it holds. The
-        result is None if this model is not stock (`runtime.stock`), and has to run as it is.
+        result is None if this model is not stock (`runtime.trees`), and has to run as it is.
         """
         return runtime.programs_of(self).get(getattr(network, "form", None), network, self._compile_for)
 

@@ -44,7 +44,7 @@ from cogvideox_torchax.pipelines.networks import KnownNetwork, device_bytes_of
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
 from cogvideox_torchax.runtime.models import PicklesAsStock, PortedModel
 from cogvideox_torchax.runtime.offload import Offload
-from cogvideox_torchax.runtime.stock import change_in, replaced_method
+from cogvideox_torchax.runtime.trees import change_in, replaced_method
 from cogvideox_torchax.sharding import Parallel, check_one_slice, check_same
 from cogvideox_torchax.vae.directions import DECODE
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX, check_vae_class, port_vae

@@ -25,7 +25,7 @@ from cogvideox_torchax.pipelines.networks import (
     check_split,
     memory_of,
 )
-from cogvideox_torchax.runtime.stock import change_in, replaced_method
+from cogvideox_torchax.runtime.trees import change_in, replaced_method
 from cogvideox_torchax.sharding import Parallel
 
 

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from cogvideox_torchax.runtime.operations import torch_view
     from cogvideox_torchax.runtime.places import ArrayProgram, Place
     from cogvideox_torchax.runtime.programs import Program, Programs, forget_programs, programs_of
-    from cogvideox_torchax.runtime.skeleton import host_skeleton
     from cogvideox_torchax.runtime.tensors import (
         all_finite,
         dtype_name,
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
         largest,
     )
     from cogvideox_torchax.runtime.torchtpu import NO_GRADIENT, TorchTPUProgram, is_on_torchtpu
+    from cogvideox_torchax.runtime.trees import host_skeleton
     from cogvideox_torchax.runtime.user_checks import without_jax_checks
     from cogvideox_torchax.runtime.weights import (
         byte_dtype,
@@ -193,7 +193,6 @@ _MODULES = {
         "forget_programs",
         "programs_of",
     ),
-    "skeleton": ("host_skeleton",),
     "tensors": (
         "all_finite",
         "dtype_name",
@@ -207,6 +206,7 @@ _MODULES = {
         "TorchTPUProgram",
         "is_on_torchtpu",
     ),
+    "trees": ("host_skeleton",),
     "user_checks": ("without_jax_checks",),
     "weights": (
         "byte_dtype",

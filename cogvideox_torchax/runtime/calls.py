@@ -4,10 +4,9 @@
 value for example, runs operation by operation, with the same result.
 
 A call's arguments are a tree of tuples, lists, dictionaries and classes that torch knows as containers. Its
-*leaves* are the other objects, numbered by their *position*. The leaves that are tensors or floats are
-arguments of the program. All other leaves, such as integers, are constants in it: together with the method
-and the tree they are the call's *form*, and each form has a program of its own. A float is a constant too if
-the method has to know its value, as it branches on it, looks it up or formats it.
+*leaves* are the other objects, numbered by their *position*. The leaves that are tensors are arguments of the
+program. All other leaves, such as numbers, are constants in it: together with the method and the tree they
+are the call's *form*, and each form has a program of its own.
 
 A tensor *of the host* is a plain one, PyTorch's own; a tensor *on JAX* is torchax's. A model that is called
 has its weights on JAX.
@@ -16,28 +15,26 @@ has its weights on JAX.
 import contextlib
 import contextvars
 import functools
+import inspect
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from cogvideox_torchax.runtime.bridge import array_of, tensor_of, to_jax
 from cogvideox_torchax.runtime.device import RandomInTraceError
-from cogvideox_torchax.runtime.floats import traced_floats
 from cogvideox_torchax.runtime.gradients import without_gradient
 from cogvideox_torchax.runtime.host import on_jax
 from cogvideox_torchax.runtime.places import Place, describes_one_input
-from cogvideox_torchax.runtime.programs import Program, programs_of
-from cogvideox_torchax.runtime.skeleton import ForeignForwardError
-from cogvideox_torchax.runtime.snapshot import Snapshot
+from cogvideox_torchax.runtime.programs import Program, Programs, programs_of
+from cogvideox_torchax.runtime.trees import Tree, UntraceableError
 from cogvideox_torchax.runtime.weights import named_tensors
 
 Method = Callable[..., Any]
@@ -47,10 +44,6 @@ VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 """Types of leaves that a program may have as constants: of a call's arguments, and of its result."""
 
 logger = logging.getLogger("cogvideox_torchax")
-
-
-class UntraceableError(ValueError):
-    """A method that no program can run; the message says why."""
 
 
 _INSIDE = contextvars.ContextVar("_INSIDE", default=False)
@@ -78,7 +71,6 @@ class _Form:
         types: the type of each value, as 1, 1.0 and True are equal, but not one constant. A float has its
             text here instead of its type, as 0.0 and -0.0 are equal.
         arguments: the positions of the leaves that are arguments of the program.
-        floats: those of the arguments that are floats.
     """
 
     method: Method
@@ -86,19 +78,36 @@ class _Form:
     values: tuple[Any, ...]
     types: tuple[Any, ...]
     arguments: tuple[int, ...]
-    floats: tuple[int, ...]
 
     @classmethod
-    def of(
-        cls, method: Method, structure: pytree.TreeSpec, leaves: list[Any], arguments: set[int]
-    ) -> "_Form":
-        """Return the form of a call with these leaves, of which those at `arguments` are the program's."""
-        values = tuple(None if i in arguments else leaf for i, leaf in enumerate(leaves))
-        floats = tuple(i for i in sorted(arguments) if type(leaves[i]) is float)
-        types = tuple(repr(value) if type(value) is float else type(value) for value in values)
-        # One object for all equal forms. The form is an attribute of a `MethodCall`, and the snapshot that a
-        # program is found by compares attributes by identity.
-        return _interned(cls(method, structure, values, types, tuple(sorted(arguments)), floats))
+    def of(cls, method: Method, structure: pytree.TreeSpec, leaves: list[Any]) -> "_Form":
+        """Return the form of a call with these leaves; those that are none of `VALUES` are arguments."""
+        arguments = tuple(i for i, leaf in enumerate(leaves) if not isinstance(leaf, VALUES))
+        values = tuple(leaf if isinstance(leaf, VALUES) else None for leaf in leaves)
+        types = tuple(repr(value) if isinstance(value, float | complex) else type(value) for value in values)
+        # One object for all equal forms. The form is an attribute of a `MethodCall`, and a program is found
+        # by the identity of attributes.
+        return _interned(cls(method, structure, values, types, arguments))
+
+    def changing_argument(self, others: Iterable[Any]) -> str | None:
+        """Return the name of an argument with too many constants in forms that are else alike, or None."""
+        alike = {self} | {
+            each
+            for each in others
+            if isinstance(each, _Form)
+            and (each.method, each.structure, each.arguments) == (self.method, self.structure, self.arguments)
+        }
+        for position in range(len(self.values)):
+            if len({(each.types[position], each.values[position]) for each in alike}) > Programs.KEPT:
+                args, kwargs = pytree.tree_unflatten(range(len(self.values)), self.structure)
+                named = inspect.signature(self.method).bind(None, *args, **kwargs).arguments
+                return next(
+                    name + pytree.keystr(path)
+                    for name, value in named.items()
+                    for path, leaf in pytree.tree_flatten_with_path(value)[0]
+                    if leaf == position
+                )
+        return None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -114,6 +123,7 @@ class MethodCall(nn.Module):
     """
 
     component = "model"  # the model's name in errors
+    runs_by_operation = True  # if it cannot be traced
 
     def __init__(self, model: nn.Module, form: _Form):
         super().__init__()
@@ -128,16 +138,16 @@ class MethodCall(nn.Module):
                 program can return.
         """
         leaves = [arguments.get(str(position), value) for position, value in enumerate(self.form.values)]
-        # A program has no effect but its result, so a method that changes anything else is refused. The
-        # snapshot and the lists here tell afterwards what it has changed.
-        snapshot = Snapshot(self.model)
+        # A program has no effect but its result, so a method that changes anything else is refused. The key
+        # and the lists here tell afterwards what it has changed.
+        tree = Tree(self.model)
         weights = named_tensors(self.model)
         # A write into a torchax tensor gives the tensor another array.
         old_arrays = [(tensor, array_of(tensor)) for tensor in (*weights.values(), *arguments.values())]
-        with _inside_method(), traced_floats(leaves, self.form.floats) as leaves:
+        with _inside_method():
             args, kwargs = pytree.tree_unflatten(leaves, self.form.structure)
             result = self.form.method(self.model, *args, **kwargs)
-        if not snapshot.holds(self.model):
+        if Tree(self.model).key != tree.key:
             raise UntraceableError("it changes its modules' attributes")
         if any(array_of(tensor) is not array for tensor, array in old_arrays):
             raise UntraceableError("it writes into its weights or its arguments")
@@ -189,10 +199,6 @@ def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor)
 
 
-_READS_FLOATS: weakref.WeakKeyDictionary[nn.Module, set[Method]] = weakref.WeakKeyDictionary()
-"""The methods of each model that have to know the values of floats, which are constants in their programs."""
-
-
 def run_method(
     model: nn.Module,
     method: Method,
@@ -203,7 +209,6 @@ def run_method(
 ) -> Any:
     """Call a method of a model whose weights are on JAX, as a compiled program if it can be traced.
 
-    Floats are arguments of the program, unless the method reads their values. Integers are constants.
     A method runs operation by operation, and a warning says why, if it branches on the values of tensors,
     writes into its model, draws random numbers, or takes or returns objects that are neither tensors nor of
     `VALUES` (numbers, texts, dtypes and other constants).
@@ -219,9 +224,6 @@ def run_method(
         return method(model, *args, **kwargs)
     place = place or Place()
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    # NumPy's float64, a subclass of Python's float, becomes a float: only a leaf whose type is exactly float
-    # is recognized as a number that may be an argument of the program.
-    leaves: list[Any] = [float(leaf) if type(leaf) is np.float64 else leaf for leaf in leaves]
     unknown_types = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *VALUES))]
     # The leaves, with an array on the program's devices in the place of each tensor.
     placed = [place.put(array_of(to_jax(leaf))) if _is_tensor(leaf) else leaf for leaf in leaves]
@@ -229,7 +231,7 @@ def run_method(
     result = None
     if reason is None:
         try:
-            result = _run_compiled(model, method, placed, structure, place)
+            result = _run_compiled(model, _Form.of(method, structure, placed), placed, place, name)
         except UntraceableError as error:
             reason = str(error)
     if reason is not None:
@@ -264,40 +266,11 @@ def method_program(
     # the same order as `descriptions`.
     markers = jax.tree.map(lambda _: torch.empty(0), tensors, is_leaf=describes_one_input)
     leaves, structure = pytree.tree_flatten(((), {**markers, **values}))  # (args, kwargs), as in `run_method`
-    arguments = [position for position, leaf in enumerate(leaves) if _is_tensor(leaf)]
-    form = _Form.of(method, structure, leaves, set(arguments))
+    form = _Form.of(method, structure, leaves)
     inputs = {
-        str(position): description for position, description in zip(arguments, descriptions, strict=True)
+        str(position): description for position, description in zip(form.arguments, descriptions, strict=True)
     }
     return Program(MethodCall(model, form), place), inputs
-
-
-def _run_compiled(model: nn.Module, method: Method, leaves: list[Any], structure: Any, place: Place) -> Any:
-    """Run a method as a program, or raise `UntraceableError` if no program can run it."""
-    # `leaves` are those of the call's arguments, with a JAX array in the place of each tensor. So a leaf that
-    # is none of `VALUES` is an array. `arrays` and `floats` have positions.
-    arrays = {position for position, leaf in enumerate(leaves) if not isinstance(leaf, VALUES)}
-    floats = {position for position, leaf in enumerate(leaves) if type(leaf) is float}
-    reads_floats = _READS_FLOATS.setdefault(model, set())
-    form = _Form.of(method, structure, leaves, arrays)  # with floats as constants
-    if floats and method not in reads_floats:
-        try:
-            with_floats = _Form.of(method, structure, leaves, arrays | floats)
-            return _run_form(model, with_floats, leaves, place).tree()
-        except (UntraceableError, jax.errors.JaxRuntimeError):  # for another reason than a float
-            raise
-        except TRACING_ERRORS:
-            # Maybe as a float was not known. If it works with a constant, the next call does so at once.
-            result = _run_form(model, form, leaves, place).tree()
-            reads_floats.add(method)
-            return result
-    return _run_form(model, form, leaves, place).tree()
-
-
-TRACING_ERRORS = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
-)
-"""Errors that a method may raise because it gets a `TracedFloat` in the place of a float."""
 
 
 VALUE_ERRORS = (
@@ -311,21 +284,30 @@ VALUE_ERRORS = (
 READS_VALUES = "it reads the values of tensors, as a branch on one does"
 
 
-def _run_form(model: nn.Module, form: _Form, leaves: list[Any], place: Place) -> _Result:
-    """Run the program of a form, or raise `UntraceableError`; a failed trace is not tried again."""
+def _run_compiled(model: nn.Module, form: _Form, leaves: list[Any], place: Place, name: str) -> Any:
+    """Run the program of a form, or raise `UntraceableError`; a failed trace is not tried again.
+
+    `leaves` are those of the call's arguments, with a JAX array in the place of each tensor.
+    """
+    programs = programs_of(model)
+
+    def build(network: nn.Module) -> Program:
+        changing = form.changing_argument(programs.kinds())
+        if changing is not None:
+            values = f"{Programs.KEPT + 1} values of its argument {changing}, each a constant of a program"
+            warn_once(model, f"{name}: {type(model).__name__} was compiled for {values}: pass a tensor")
+        return Program(network, place)
+
     # The model keeps its programs, all for the place that the model is in. `get` finds this one by the form,
     # and by the modules of `network`.
     network = MethodCall(model, form)
-    try:
-        program = programs_of(model).get(form, network, lambda each: Program(each, place))
-    except ForeignForwardError as error:
-        raise UntraceableError(str(error)) from error
+    program = programs.get(form, network, build)
     if program.untraceable is not None:
         raise UntraceableError(program.untraceable)
     try:
         inputs = {str(position): leaves[position] for position in form.arguments}
         result, _no_cache = program.run(program.weights(network), inputs)
-        return result
+        return result.tree()
     except (UntraceableError, RandomInTraceError, *VALUE_ERRORS) as error:
         reads_values = isinstance(error, VALUE_ERRORS)
         # The next call raises this at once.

@@ -170,6 +170,7 @@ def _made_on_host(name: str, *args: Any, **options: Any) -> Any:
     return to_jax(operator(*args, **options | {"device": torch.device("cpu")}))
 
 
+@without_jax_checks
 def _zeros(size: Any, dtype: torch.dtype | None) -> Any:
     import jax.numpy as jnp
 
@@ -212,6 +213,10 @@ def _call(_kind: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None)
     with torch._C.DisableTorchFunctionSubclass():
         if func is torch.Tensor.to and on_jax(args[0]) and views.is_there(*args, **options):
             return args[0]
+        if func in _CASTS and torch.Tensor.dtype.__get__(args[0]) != args[0].dtype:  # pyright: ignore
+            # `data` has had another dtype since, of which PyTorch's wrapper does not know.
+            dtype = _CASTS[func] or device_and_dtype(args[1:], options)[1]
+            return torch.ops.aten._to_copy.default(args[0], dtype=dtype)
         if func in _INSTEAD or (func in _WHOLE and _runs_whole(func, args, options)):
             with contextlib.suppress(import_torchax().tensor.OperatorNotFound):
                 return environment.dispatch(func, types, args, options)
@@ -219,6 +224,14 @@ def _call(_kind: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None)
         with upstream.dispatching(environment._dispatch_mode):
             return func(*args, **options)
 
+
+_CASTS: dict[Any, torch.dtype | None] = {
+    torch.Tensor.to: None,
+    torch.Tensor.float: torch.float32,
+    torch.Tensor.half: torch.float16,
+    torch.Tensor.bfloat16: torch.bfloat16,
+}
+"""The functions that change a dtype, and the dtype; None for one that is among the arguments."""
 
 _WHOLE = (F.scaled_dot_product_attention, F.one_hot, torch.Tensor.__getitem__)
 """The functions that run as one operation of torchax's where no gradients are recorded."""
@@ -300,8 +313,11 @@ def _run_operator(self: Any, func: Any, args: Any, options: Any, written: list[A
     except import_torchax().tensor.OperatorNotFound:
         # torchax lacks some operators that write into their input, such as `logical_and_`.
         functional = getattr(torch.ops.aten, name.removesuffix("_"), packet)
-        if functional is not packet and written:
-            with upstream.dispatching(self._dispatch_mode):
+        with upstream.dispatching(self._dispatch_mode):
+            result = func.decompose(*args, **options)  # in an operator's own parts, PyTorch leaves one whole
+            if result is not NotImplemented:
+                return result
+            if functional is not packet and written:
                 return written[0].copy_(functional(*args, **options))
         if _in_program():
             raise
@@ -324,8 +340,8 @@ def _without_jax_tensors(func: Any, args: Any, options: Any, tensors: list[Any],
         if kind == "cpu":
             return func(*args, **options)
         return _on_host(func, args, options, []) if _is_random(func) and not tensors else run(args, options)
-    if tensors:
-        if not is_move or kind in ("None", "cpu", "meta"):
+    if tensors and not (is_move and kind == "meta"):
+        if not is_move or kind in ("None", "cpu"):
             return func(*args, **options)
         result = run(args, dict(options))
         views.set_strides(result, args[0], **views.ordered(options))
@@ -365,7 +381,12 @@ def _on_host(func: Any, args: Any, options: Any, written: list[Any]) -> Any:
             hosts[id(tensor)] = tensor, host.clone() if any(tensor is each for each in written) else host
         return hosts[id(tensor)][1]
 
-    stays = options.get("device") is not None and options["device"].type == "cpu"
+    device, tensors = options.get("device"), _tensors_in(args, options)
+    # A number that the host knows mixes with tensors of the host as one of the host does.
+    mixes = any(type(tensor) in PLAIN and tensor.ndim for tensor in tensors)
+    stays = (
+        device.type == "cpu" if device else mixes and not any(on_jax(each) and each.ndim for each in tensors)
+    )
     if "device" in options:
         options = options | {"device": torch.device("cpu")}
     with no_dispatch():

@@ -153,24 +153,7 @@ class ArrayProgram:
             thread.join()  # without this, JAX would compile the same program a second time here
         if is_tracing():  # a caller's program, of which this program becomes a part
             return self._compiled_in_another(weights, inputs, cache)
-        arguments = weights, inputs, cache
-        kept, key = self._find(arguments)
-        if key:
-            self._compile(self._compiled.lower(*arguments), key)  # the call below finds it in memory
-        if kept:
-            with contextlib.suppress(TypeError, ValueError):  # it refuses weights of another dtype or place
-                return kept[0](*arguments)
-        return self._compiled(*arguments)
-
-    def _find(self, arguments: Any) -> tuple[Any, str | None]:
-        """Return the executable that an earlier process kept, or the key by which `_compile` keeps it.
-
-        Here both are None; a subclass may find one, with structs of its results (`executables.Executables`).
-        """
-        return None, None
-
-    def _compile(self, lowered: Any, key: str | None) -> None:
-        lowered.compile()
+        return self._compiled(weights, inputs, cache)
 
     @without_jax_checks
     def empty_cache(self, weights: Any, inputs: Any) -> Any:
@@ -202,17 +185,13 @@ class ArrayProgram:
         # have a hash, and no dictionaries.
         if (inputs, before) in self._compiling:
             return
-        structs = self.structs(inputs, before=before)
-        kept, key = self._find(structs)
-        if kept:
-            return
         # JAX keeps the lowered program of these shapes, and with it what `compile` makes. The call in `run`
         # finds both there, so that what `compile` returns is dropped.
-        lowered = self.lower(*structs)
+        lowered = self.lower(*self.structs(inputs, before=before))
 
         def compile_lowered() -> None:
             with contextlib.suppress(Exception):  # `run` compiles again then, and raises the error
-                self._compile(lowered, key)
+                lowered.compile()
 
         # Not a daemon: a process that ends while XLA compiles in another thread would be aborted.
         thread = threading.Thread(target=compile_lowered)
@@ -243,8 +222,7 @@ class ArrayProgram:
 
         `weights` and `inputs` are arrays or structs.
         """
-        kept, _ = self._find((weights, inputs, None))
-        _, cache = kept[1] if kept else jax.eval_shape(self._compiled, weights, inputs, None)
+        _, cache = jax.eval_shape(self._compiled, weights, inputs, None)
         return jax.tree.map(
             lambda array: jax.ShapeDtypeStruct(
                 array.shape, array.dtype, sharding=self.place.cache_sharding(array.shape)

@@ -1,7 +1,7 @@
 """Programs of torch modules, and the programs that a model keeps.
 
-`runtime.places` explains the terms *place*, *cache* and *struct*. A *module tree* is a network with all
-modules in it, and a *skeleton* is a copy of one to be traced (`runtime.skeleton`).
+`runtime.places` explains the terms *place*, *cache* and *struct*, and `runtime.trees` explains *module tree*.
+A *skeleton* is a copy of a module tree, to be traced.
 """
 
 import functools
@@ -19,14 +19,13 @@ from torch import nn
 
 from cogvideox_torchax.runtime.bridge import array_of, as_array, tensor_of
 from cogvideox_torchax.runtime.device import import_torchax, tracing
-from cogvideox_torchax.runtime.executables import Executables
 from cogvideox_torchax.runtime.host import on_jax
 from cogvideox_torchax.runtime.layers import check_no_global_hooks, is_profiling, named_layers
 from cogvideox_torchax.runtime.models import PROGRAMS
+from cogvideox_torchax.runtime.outside import Variables
 from cogvideox_torchax.runtime.places import ArrayProgram, Place
-from cogvideox_torchax.runtime.skeleton import skeleton, weightless
-from cogvideox_torchax.runtime.snapshot import Snapshot, modules_of
 from cogvideox_torchax.runtime.tensors import jax_dtype
+from cogvideox_torchax.runtime.trees import Tree, UntraceableError, skeleton, weightless
 from cogvideox_torchax.runtime.user_checks import without_jax_checks
 from cogvideox_torchax.runtime.weights import assign, named_tensors, put_weights
 from cogvideox_torchax.upstream import array_in, is_traced
@@ -36,12 +35,15 @@ TRACING = threading.RLock()
 """Lock held while a network is traced: torchax does not support two traces at once."""
 
 EVICTED = (
-    "%s: its last %d programs are kept, and it has had one more: each call in which modules, attributes, "
-    "hooks or the global variables that hooks read differ from all of these compiles a program anew"
+    "%s: its last %d programs are kept, and it has had one more: each call in which modules, attributes "
+    "or hooks differ from all of these compiles a program anew"
 )
 logger = logging.getLogger("cogvideox_torchax")
 
 T = TypeVar("T")
+
+_FOUND: weakref.WeakKeyDictionary[nn.Module, list[torch.Tensor]] = weakref.WeakKeyDictionary()
+"""By a network whose program was just asked for, its weights, for `Program.weights`."""
 
 
 class Programs:
@@ -54,9 +56,9 @@ class Programs:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # By the key that `get` makes, each program behind a snapshot of the modules that it was traced from.
-        # The last key is the one that was asked for last.
-        self._kept: dict[Hashable, list[tuple[Snapshot, Any]]] = {}
+        # By kind, and then by the key of the module tree: the program, and what the key has by ids. Of both
+        # the last one is the one that was asked for last.
+        self._kept: dict[tuple[Hashable, ...], dict[Hashable, tuple[Any, list[Any]]]] = {}
         self._has_warned = False
 
     def get(self, kind: Hashable, network: nn.Module, build: Callable[[nn.Module], T]) -> T:
@@ -70,24 +72,17 @@ class Programs:
         from jax_kernels.common.tiles import pallas_mode
 
         check_no_global_hooks()
+        # The walk comes before the program: if another thread changes the network in between, the next call
+        # finds another key, and builds a new program.
+        tree = Tree(network)
+        _FOUND[network] = tree.tensors
         with self._lock:
             # Whether a profile is recorded, and how Pallas kernels run, change the traced program too.
             key = (kind, is_profiling(), pallas_mode())
-            # The programs of one key differ in the module tree that they were traced from.
-            entries = self._kept[key] = self._kept.pop(key, [])  # this moves the key to the end
-            for entry in entries:
-                snapshot, program = entry
-                if snapshot.holds(network):
-                    entries.remove(entry)
-                    entries.insert(0, entry)  # the next call compares it first
-                    return program
-            # The snapshot comes before the program: if another thread changes the network in between, the
-            # snapshot does not hold for the changed network, and the next call builds a new program.
-            snapshot = Snapshot(network)
-            program = build(network)
-            entries.insert(0, (snapshot, program))
-            if len(entries) > self.KEPT:
-                _, dropped = entries.pop()  # the one not asked for the longest
+            programs = self._kept[key] = self._kept.pop(key, {})  # this moves the key to the end
+            program, _held = programs[tree.key] = programs.pop(tree.key, None) or (build(network), tree.held)
+            if len(programs) > self.KEPT:
+                dropped, _held = programs.pop(next(iter(programs)))  # the one not asked for the longest
                 was_compiled = getattr(dropped, "untraceable", "no program") is None
                 if was_compiled and not self._has_warned:
                     logger.warning(EVICTED, type(network).__name__, self.KEPT)
@@ -95,6 +90,10 @@ class Programs:
             if len(self._kept) > self.KINDS:
                 del self._kept[next(iter(self._kept))]  # the key not asked for the longest
             return program
+
+    def kinds(self) -> list[Hashable]:
+        """Return the kinds of the kept programs, of which one may occur several times."""
+        return [kind for kind, *_ in self._kept]
 
 
 def programs_of(model: nn.Module) -> Programs:
@@ -135,19 +134,18 @@ class TorchNetwork:
 
     Attributes:
         name: the name of the module's class.
-        module: the module tree without its weights.
         weights: the structs of the weights, by name.
         keep_unused: whether the program keeps arguments that are not read (`ArrayProgram`).
     """
 
     def __init__(self, module: nn.Module):
         # A copy whose weights have no memory, so that a program does not keep the model's weights alive.
-        self.module = weightless(module)
+        self._module = weightless(module)
         self.name = type(module).__name__
         self.keep_unused = getattr(module, "keep_unused", False)
         self.weights = {
             name: jax.ShapeDtypeStruct(tuple(tensor.shape), jax_dtype(tensor.dtype))
-            for name, tensor in named_tensors(self.module).items()
+            for name, tensor in named_tensors(self._module).items()
         }
 
     def __call__(
@@ -165,7 +163,7 @@ class TorchNetwork:
             watching_options: keywords that the place's `trace` passes, for the same place's `watching`, which
                 may change the copy. On a mesh a VAE's place passes `split`, the sharding of the width.
         """
-        network = _check_deterministic(skeleton(self.module))
+        network = _check_deterministic(skeleton(self._module))
         # `functional_call` runs the network with these weights in place of its own, and `jax_view` makes a
         # function of arrays of it.
         call = import_torchax().interop.jax_view(functools.partial(torch.func.functional_call, network))
@@ -180,19 +178,22 @@ class TorchNetwork:
         with TRACING, tracing(), named_layers(network), watching, precision, warnings.catch_warnings():
             # torch's int64 becomes JAX's int32, which positions and token ids fit into.
             warnings.filterwarnings("ignore", "Explicitly requested dtype int64")
-            return call(weights, (inputs, cache))
+            variables = Variables(Tree(network))
+            try:
+                return call(weights, (inputs, cache))
+            finally:
+                self._check_unchanged(variables.undo())
 
-
-def _tensors_of(network: nn.Module) -> list[torch.Tensor]:
-    """Return the parameters and buffers of a network, a tied one once for each of its names."""
-    return [
-        tensor
-        for module in modules_of(network)
-        for table in (module._parameters, module._buffers)
-        if table
-        for tensor in table.values()
-        if tensor is not None
-    ]
+    def _check_unchanged(self, variable: str | None) -> None:
+        """Raise an error, or log a warning, if tracing has changed a variable outside of the network."""
+        if variable is None:
+            return
+        if getattr(self._module, "runs_by_operation", False):
+            raise UntraceableError(f"it changes {variable}, a variable outside of its modules")
+        logger.warning(
+            "%s: hooks or methods change %s, a variable outside of its modules, which no program does",
+            *(self.name, variable),
+        )
 
 
 class Program(ArrayProgram):
@@ -211,22 +212,8 @@ class Program(ArrayProgram):
         # that the arrays are placed already. The references are weak: the model keeps its arrays alive, and
         # those that it has replaced are to be freed.
         self._placed: tuple[list[str], list[weakref.ref[Any]]] = [], []
-        self._executables = Executables(getattr(self._network, "module", None), self.place)
         # This one donates no cache, as the backward pass reads it again. `jax.vjp` takes no compiler options.
         self._differentiable = jax.jit(self._trace_for_gradients)
-
-    def _find(self, arguments: Any) -> tuple[Any, str | None]:
-        return self._executables.find(arguments)
-
-    def _compile(self, lowered: Any, key: str | None) -> None:
-        if key:
-            self._executables.compile(lowered, key)
-        else:
-            lowered.compile()
-
-    @torch.no_grad()  # as pipelines run
-    def compile_ahead(self, inputs: Any, *, before: Any = None) -> None:
-        super().compile_ahead(inputs, before=before)
 
     def _trace_for_gradients(self, weights: dict[str, Any], inputs: Any, cache: Any) -> Any:
         """Trace with torch's gradients on; with gradients off, modules skip gradient checkpointing."""
@@ -241,7 +228,8 @@ class Program(ArrayProgram):
         network then holds the moved one. This runs before each call, and the usual case, that all arrays are
         those of the previous call, is found fast.
         """
-        arrays = list(map(array_in, _tensors_of(network)))  # None for a plain tensor
+        tensors = _FOUND.pop(network, None) or Tree(network).tensors
+        arrays = list(map(array_in, tensors))  # None for a plain tensor
         names, references = self._placed
         # `reference()` is None for an array that was freed, so None must not count as the same array.
         if len(arrays) == len(names) and all(
@@ -252,7 +240,7 @@ class Program(ArrayProgram):
         weights = self._placed_weights(network)
         name_of = {id(tensor): name for name, tensor in named_tensors(network).items()}
         # The names in the order of `arrays`. A tied weight has several places there, and here one name.
-        names = [name_of[id(tensor)] for tensor in _tensors_of(network)]
+        names = [name_of[id(tensor)] for tensor in Tree(network).tensors]
         if all(isinstance(array, jax.Array) and not is_traced(array) for array in weights.values()):
             self._placed = names, [weakref.ref(weights[name]) for name in names]
         return weights

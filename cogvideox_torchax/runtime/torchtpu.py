@@ -19,7 +19,7 @@ from torch import nn
 
 from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime import bridge
-from cogvideox_torchax.runtime.skeleton import skeleton
+from cogvideox_torchax.runtime.trees import skeleton
 from cogvideox_torchax.runtime.weights import named_tensors
 
 Trees = dict[tuple[Any, ...], Any]

@@ -145,11 +145,11 @@ def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor
     for name, owner, key in _weight_slots(module):
         tensor = owner[key]
         if id(tensor) not in replacements:
-            replacements[id(tensor)] = _replaced(tensor, functools.partial(make, name))
+            replacements[id(tensor)] = replaced(tensor, functools.partial(make, name))
         owner[key] = replacements[id(tensor)]
 
 
-def _replaced(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def replaced(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Return what replaces a tensor: `make(tensor)`, as a parameter if the tensor is one.
 
     The parameter's gradient is `make` of the old gradient. A tensor that `make` has changed in place, and

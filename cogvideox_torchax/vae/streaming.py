@@ -22,7 +22,7 @@ from diffusers.models.autoencoders.vae import DecoderOutput, DiagonalGaussianDis
 from cogvideox_torchax import runtime
 from cogvideox_torchax.runtime import tensors
 from cogvideox_torchax.runtime.models import PortedModel
-from cogvideox_torchax.runtime.stock import replaced_method
+from cogvideox_torchax.runtime.trees import replaced_method
 from cogvideox_torchax.sharding import BatchPlacement
 from cogvideox_torchax.vae import tiling
 from cogvideox_torchax.vae.axes import NCTHW

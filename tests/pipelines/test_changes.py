@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import time
 import types
 from collections import OrderedDict
 from unittest import mock
@@ -18,7 +19,7 @@ from torch import nn
 
 from benchmarks.plan.networks import described_program, step_tensors
 from cogvideox_torchax import make_mesh, port, runtime
-from cogvideox_torchax.runtime.stock import change_in
+from cogvideox_torchax.runtime.trees import change_in
 from tests import reference, small_pipelines
 from tests.pipelines import test_blocks
 from tests.pipelines.test_blocks import step
@@ -509,6 +510,37 @@ def test_a_forward_that_changes_an_attribute_runs_operation_by_operation_and_is_
         "transformer: CogVideoXTransformer3DModel runs operation by operation, since it changes its modules' "
         "attributes"
     )
+
+
+TIMES = []
+
+
+def timed(method):
+    def call(self, *args, **kwargs):
+        TIMES.append(time.perf_counter())
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("kind", [Transformer, transformer_classes.CogVideoXBlock])
+def test_a_wrapper_around_a_class_that_keeps_times_is_called_in_each_call(kind, monkeypatch, caplog):
+    model = ported()
+    expected = step(model)
+    TIMES.clear()
+    monkeypatch.setattr(kind, "forward", timed(kind.forward))
+    for calls in (1, 2, 3):
+        assert largest_error(step(model), expected) < 1e-5
+        assert len(TIMES) == calls
+    assert caplog.messages[-1].endswith("since it changes TIMES, a variable outside of its modules")
+
+
+def test_a_variable_that_a_hook_of_the_vae_changes_is_named_and_stays_as_it_is(caplog):
+    vae, seen = shared(ported_vae), []
+    with vae.decoder.conv_out.register_forward_hook(lambda *_: seen.append(1)):
+        decoded(vae)
+    assert seen == []
+    assert "DecoderChunk: hooks or methods change seen, a variable outside of its modules" in caplog.text
 
 
 OF_THE_VAE = {

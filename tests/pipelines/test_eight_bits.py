@@ -34,7 +34,7 @@ from cogvideox_torchax.files.models import ModelError
 from cogvideox_torchax.pipelines.layers import Linear
 from cogvideox_torchax.pipelines.sharding import weight_spec
 from cogvideox_torchax.runtime.device import import_torchax
-from cogvideox_torchax.runtime.stock import change_in
+from cogvideox_torchax.runtime.trees import change_in
 from cogvideox_torchax.vae.tolerances import rms_error
 from tests import small_pipelines
 from tests.pipelines.test_blocks import SPLITS, step, stock

@@ -33,7 +33,7 @@ from cogvideox_torchax.pipelines.steps import NonFiniteError
 from cogvideox_torchax.pipelines.transformer import TransformerStep
 from cogvideox_torchax.runtime import device
 from cogvideox_torchax.runtime.host import on_host
-from cogvideox_torchax.runtime.stock import change_in
+from cogvideox_torchax.runtime.trees import change_in
 from cogvideox_torchax.vae.tolerances import relative_error
 from examples.small_pipeline import SENTENCES
 from tests import small_pipelines

@@ -1,9 +1,9 @@
 """Networks that this package does not know, and pipelines of others: calls and effects are as in PyTorch."""
 
+import contextlib
 import copy
 import functools
 import logging
-import math
 import pickle
 import types
 
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.pipelines import known, layers, transformer
+from cogvideox_torchax.runtime import programs
 from tests import reference, small_pipelines
 from tests.pipelines.test_pipeline import TOLERANCE, frames, latents
 from tests.reference import largest_error
@@ -37,9 +38,7 @@ def ported_network(make, **options):
 
 
 class Scaled(nn.Module):
-    """A network whose call has numbers, containers and options; it counts how often it is traced."""
-
-    traces: list[str] = []  # noqa: RUF012 - of all copies, as a trace runs a copy
+    """A network whose call has numbers, containers and options."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +46,6 @@ class Scaled(nn.Module):
         self.ones = torch.ones(4096)  # a plain tensor, neither weight nor buffer
 
     def forward(self, given, *, scale=1.0, repeats=1, mode=None):
-        self.traces.append(mode)
         x = self.linear(given["x"]) * self.ones * scale
         for _ in range(repeats):
             x = x + given["more"][0]
@@ -56,8 +54,20 @@ class Scaled(nn.Module):
 
 @pytest.fixture
 def scaled():
-    Scaled.traces.clear()
     return ported_network(Scaled)
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """Return a list that gets the constants of each call that is traced."""
+    call, constants = programs.TorchNetwork.__call__, []
+
+    def traced(self, *args, **options):
+        constants.append([value for value in self._module.form.values if value is not None])
+        return call(self, *args, **options)
+
+    monkeypatch.setattr(programs.TorchNetwork, "__call__", traced)
+    return constants
 
 
 def call_scaled(model, **options):
@@ -77,29 +87,43 @@ def test_arguments_and_results_are_trees_and_a_copy_a_pickle_and_a_move_stay_the
         assert runtime.is_on_jax(scaled) == (device == "jax")
 
 
-def test_a_float_is_an_argument_and_an_integer_a_constant(scaled, caplog):
-    for index in range(5):
-        call_scaled(scaled, scale=0.5 + index)
-    assert len(Scaled.traces) == 1
+def test_a_number_is_a_constant_and_an_argument_with_five_values_is_named(scaled, caplog, traces):
     base = runtime.to_torch(scaled.linear.weight).sum(1) + runtime.to_torch(scaled.linear.bias)
     for repeats in (1, 2, 3, 2):
-        result = call_scaled(scaled, repeats=repeats, scale=0.25 * repeats)
-        assert torch.allclose(result["x"], base * 0.25 * repeats + 2.0 * repeats, atol=1e-4)
-    assert len(Scaled.traces) == 4, "each integer is traced once"
-    assert not caplog.records, "nothing runs operation by operation"
+        result = call_scaled(scaled, repeats=repeats, scale=0.25)
+        assert torch.allclose(result["x"], base * 0.25 + 2.0 * repeats, atol=1e-4)
+    assert len(traces) == 3
+    for scale in (0.5, 1.5, 2.5):
+        call_scaled(scaled, repeats=1, scale=scale)
+    assert not caplog.records
+    for scale in (3.5, 4.5, torch.tensor(0.25), torch.tensor(0.5)):
+        result = call_scaled(scaled, repeats=1, scale=scale)
+    assert torch.allclose(result["x"], base * 0.5 + 2.0, atol=1e-4)
+    assert len(traces) == 3 + 3 + 2 + 1, "a tensor is an argument"
+    assert caplog.messages == [
+        "transformer: Scaled was compiled for 5 values of its argument scale, each a constant of a program: "
+        "pass a tensor"
+    ]
 
 
-def test_a_form_of_a_call_is_compiled_once_and_forms_do_not_pile_up(scaled, monkeypatch):
+def test_an_argument_inside_of_another_is_named_by_its_place(caplog):
+    model = ported_network(functools.partial(Made, lambda m, x, options: m.linear(x) * options["by"][0]))
+    for index in range(5):
+        model(X, {"by": [0.5 + index]})
+    assert caplog.messages[-1].partition(",")[0].endswith("its argument args[1]['by'][0]")
+
+
+def test_a_form_of_a_call_is_compiled_once_and_forms_do_not_pile_up(scaled, monkeypatch, traces):
     monkeypatch.setattr(runtime.Programs, "KINDS", 3)
     for mode in ("a", 1, True, "a", 1, True):  # two are equal, and no program of one may serve the other
         assert type(call_scaled(scaled, mode=mode)["mode"]) is type(mode)
-    assert Scaled.traces == ["a", 1, True]
+    assert list(map(repr, traces)) == ["['a']", "[1]", "[True]"]
     call_scaled(scaled, mode="b")
     assert len(runtime.programs_of(scaled)._kept) == 3
 
 
 def test_weights_are_arguments_and_modules_select_the_program_of_which_those_asked_for_last_are_kept(
-    scaled, monkeypatch, caplog
+    scaled, monkeypatch, caplog, traces
 ):
     monkeypatch.setattr(runtime.Programs, "KEPT", 2)
 
@@ -110,7 +134,7 @@ def test_weights_are_arguments_and_modules_select_the_program_of_which_those_ask
     scaled.linear.weight.mul_(2)
     scaled.linear.bias.mul_(2)
     assert torch.allclose(call_scaled(scaled)["x"], (first - 2) * 2 + 2, atol=1e-4)
-    assert len(Scaled.traces) == 1
+    assert len(traces) == 1
     with scaled.linear.register_forward_hook(zeroed):
         assert torch.equal(call_scaled(scaled)["x"], torch.full((2, 4096), 2.0))
     call_scaled(scaled)
@@ -118,10 +142,10 @@ def test_weights_are_arguments_and_modules_select_the_program_of_which_those_ask
     with scaled.linear.register_forward_hook(lambda _module, _args, y: y + 1):
         call_scaled(scaled)
     call_scaled(scaled)
-    assert len(Scaled.traces) == 3, "the program without a hook is kept"
+    assert len(traces) == 3, "the program without a hook is kept"
     with scaled.linear.register_forward_hook(zeroed):
         call_scaled(scaled)
-    assert len(Scaled.traces) == 4, "the one that was not asked for the longest was dropped"
+    assert len(traces) == 4, "the one that was not asked for the longest was dropped"
     assert caplog.text.count("2 programs are kept") == 1
 
 
@@ -205,55 +229,9 @@ def adds_twice(self, x, y):
 LOOKED_UP = {0.1: 3.0, 0.3: 6.0}
 
 
-def swallowing(m, x, v):
-    try:
-        return m.linear(x) * LOOKED_UP[v]
-    except Exception:
-        return m.linear(x) * 7
-
-
-def caught(function):
-    try:
-        return function()
-    except Exception:
-        return 11.0
-
-
-def unlike_error(m, x, v):
-    try:
-        return m.linear(x) * float(v)
-    except Exception as error:
-        raise Exception("bad value") from error
-
-
-def branching(m, x, v):
-    return m.linear(x) if v * 2 > 0.4 else x
-
-
-READS = {
-    "a type test": lambda m, x, v: m.linear(x) * (v if isinstance(v, float) else 100),
-    "a tensor test": lambda m, x, v: m.linear(x) * (7 if torch.is_tensor(v) else v),
-    "a look-up": lambda m, x, v: m.linear(x) * LOOKED_UP.get(v, 6.0),
-    "a look-up whose error is caught": swallowing,
-    "a comparison": lambda m, x, v: m.linear(x) * (2 if v == 0.2 else 3),
-    "a branch on what is computed of it": branching,
-    "a truth": lambda m, x, v: m.linear(x) if v - 0.2 else x,
-    "a member": lambda m, x, v: m.linear(x) * (2 if v in (0.1, 0.2) else 3),
-    "a format": lambda m, x, v: m.linear(x) * float(f"{v:.1f}"),
-    "a text": lambda m, x, v: m.linear(x) * len(str(v + 0.05)),
-    "a conversion": lambda m, x, v: m.linear(x) * int(10 * v),
-    "a function of floats": lambda m, x, v: m.linear(x) * math.sqrt(v),
-    "a method of floats": lambda m, x, v: m.linear(x) * (2 if (v * 10).is_integer() else 3),
-    "an operator that is caught": lambda m, x, v: m.linear(x) * caught(lambda: abs(v) // 0.07),
-    "a quotient by zero": lambda m, x, v: m.linear(x) * caught(lambda: 1 / (v - v)),
-    "a product beyond float32": lambda m, x, v: m.linear(x) * (v * 1e-60 * 1e60),
-    "an error of another kind": unlike_error,
-    "an attribute that tensors have": lambda m, x, v: m.linear(x) * getattr(v, "ndim", 5),
-}
-"""Functions that need a float's value or type."""
-
 CALLS = {
-    **{name: (function, [0.1, 0.2, 0.3]) for name, function in READS.items()},
+    "a type test": (lambda m, x, v: m.linear(x) * (v if isinstance(v, float) else 100), [0.1, 0.2, 0.3]),
+    "a look-up": (lambda m, x, v: m.linear(x) * LOOKED_UP.get(v, 6.0), [0.1, 0.2, 0.3]),
     "a key": (lambda m, x, v: m.linear(x) * {1: 3.0, 2: 5.0, 3: 6.0}[v], [1, 2, 3]),
     "a key that is missing": (lambda m, x, v: m.linear(x) * {1: 3.0}.get(v, 6.0), [3, 4, 1]),
     "a size": (lambda m, x, v: m.linear(x).sum() + torch.zeros(2, v, device=x.device), [1, 2, 3]),
@@ -310,16 +288,125 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_global_that_a_network_of_others_reads_may_change(change, monkeypatch):
-    stock, model = stock_and_ported(reads_globals)
+def test_a_global_that_a_network_of_others_reads_is_a_constant_until_the_next_port(
+    change, monkeypatch, traces
+):
+    stock = stock_network(functools.partial(Made, reads_globals))
+    holder = types.SimpleNamespace(vae=small_pipelines.vae(), transformer=copy.deepcopy(stock))
+    model = port(holder).transformer
     before = runtime.to_torch(model(X))
-    program = next(iter(runtime.programs_of(model)._kept.values()))[0][1]
-    model(X)
-    assert program.compilations == 1
     change(monkeypatch)
+    assert torch.equal(runtime.to_torch(model(X)), before)
+    assert len(traces) == 1
+    port(holder)
     expected = stock(X).detach()
     assert largest_error(expected, before) > 0.1
     assert largest_error(model(X), expected) < 1e-6
+
+
+class Recorder:
+    def __init__(self):
+        self.seen = []
+
+    def hook(self, _module, _args, y):
+        self.seen.append(y.shape)
+
+
+class Counting(nn.Linear):
+    seen: list[int] = []  # noqa: RUF012
+
+    def forward(self, x):
+        self.seen.append(1)
+        return super().forward(x)
+
+
+SEEN, COUNT, TOTAL = [], 0, torch.zeros(())
+
+
+def appends_to_a_global(_module, _args, y):
+    SEEN.append(y)
+
+
+def counts_in_a_global(_module, _args, _y):
+    global COUNT
+    COUNT += 1
+
+
+def adds_to_a_global(_module, _args, _y):
+    TOTAL.add_(1)
+
+
+def enclosing():
+    seen = []
+
+    def hook(_module, _args, _y):
+        seen.append({"times": [1]})
+
+    return hook, seen
+
+
+def by_default():
+    def hook(_module, _args, _y, seen=[]):  # noqa: B006
+        seen.append(1)
+
+    return hook, hook.__defaults__[0]
+
+
+def recorded():
+    recorder = Recorder()
+    return recorder.hook, recorder.seen
+
+
+def decorated():
+    seen = []
+    forward = nn.Linear.forward
+
+    @functools.wraps(forward)
+    def timed(self, x):
+        seen.append(1)
+        return forward(self, x)
+
+    return timed, seen
+
+
+OUTSIDE = {
+    "a global list": ("SEEN", lambda: (appends_to_a_global, SEEN)),
+    "a global number": ("COUNT", lambda: (counts_in_a_global, lambda: COUNT)),
+    "a global tensor": ("TOTAL", lambda: (adds_to_a_global, lambda: int(TOTAL))),
+    "a variable of an enclosing function": ("seen", enclosing),
+    "a default argument": ("a default of hook", by_default),
+    "an object of a hook": ("Recorder", recorded),
+    "a decorated method": ("seen", decorated),
+    "a class's list": ("Counting.seen", lambda: (Counting, Counting.seen)),
+}
+"""By what a trace changes: its name in the warning, and what makes (hook, method or class; what changes)."""
+
+
+@pytest.mark.parametrize(("name", "make"), OUTSIDE.values(), ids=OUTSIDE)
+def test_what_a_trace_changes_outside_of_a_network_is_named_and_changed_by_each_call(
+    name, make, caplog, traces
+):
+    changer, seen = make()
+    size = seen if callable(seen) else lambda: len(seen)
+    model = ported_network(functools.partial(Made, lambda m, x: m.linear(x)))
+    expected = runtime.to_torch(model(X))
+    with contextlib.ExitStack() as changes:
+        if name == "Counting.seen":
+            model.linear.__class__ = changer
+        elif name == "seen" and make is decorated:
+            model.linear.forward = types.MethodType(changer, model.linear)
+        else:
+            changes.enter_context(model.linear.register_forward_hook(changer))
+        before = size()
+        for _ in range(3):
+            assert largest_error(model(X), expected) < 1e-6
+        assert size() - before == 3
+    assert len(traces) == 2, "one with the change"
+    assert all(runtime.to_torch(y).shape == (2, 4) for y in SEEN), "no value of a trace is left there"
+    assert caplog.messages[-1] == (
+        f"transformer: Made runs operation by operation, since it changes {name}, a variable outside of its "
+        "modules"
+    )
 
 
 def test_random_numbers_of_a_network_differ_between_calls_and_follow_the_seed(caplog):

@@ -2,7 +2,7 @@
 
 Each class here is a subclass of the class that it replaces, and adds no state. Its forward runs a function of
 `vae.blocks` or a kernel of `jax_kernels` for a tensor on an accelerator, if the module and all modules inside
-of it are as diffusers ships them (`runtime.stock`). Otherwise the forward of diffusers runs, and calls the
+of it are as diffusers ships them (`runtime.trees`). Otherwise the forward of diffusers runs, and calls the
 modules inside. `port` swaps a module's class in place, so parameters, names, hooks and `isinstance` stay what
 they were. `torch_view` turns a function of JAX arrays into one of tensors.
 
@@ -24,14 +24,14 @@ from torch.utils._pytree import tree_map_only
 
 import jax_kernels
 from cogvideox_torchax.runtime import torch_view
-from cogvideox_torchax.runtime.stock import runs_kernel
+from cogvideox_torchax.runtime.trees import runs_kernel
 from cogvideox_torchax.vae import blocks
 from cogvideox_torchax.vae.columns import OnColumns
 from jax_kernels.common.columns import WHOLE
 
 Cache = dict[str, Any]
 Parts = Mapping[str, tuple[type, ...]]
-"""By the name of a module inside, the classes for which a kernel stands in (`runtime.stock`)."""
+"""By the name of a module inside, the classes for which a kernel stands in (`runtime.trees`)."""
 
 
 def _channels_last(x_NCTHW: torch.Tensor) -> torch.Tensor:
