@@ -114,7 +114,7 @@ def _from_prompt(args: argparse.Namespace, output: Path) -> tuple[dict[str, Any]
             port_pipeline(pipe)
         pipe.set_progress_bar_config(disable=args.quiet, leave=False, desc=f"{name}: denoise")
         generator, sampling = torch.Generator().manual_seed(args.seed), common.TINY_SAMPLING
-        result = pipe(
+        result: Any = pipe(
             args.prompt, max_sequence_length=length, generator=generator, output_type="pt", **sampling
         )
         videos.append(runtime.to_torch(result.frames).float().permute(0, 2, 1, 3, 4))  # (1, C, T, H, W)

@@ -39,7 +39,7 @@ def replace_functions(registry: Any) -> None:
     # The tables have, for each operation of torch, an entry whose `func` computes it.
     aten, operators = torch.ops.aten, registry.all_aten_ops
     table = operators | registry.all_torch_functions
-    of_tensors = {getattr(aten, name): _unfused(*update) for name, update in FUSED.items()}
+    of_tensors: dict[Any, Any] = {getattr(aten, name): _unfused(*update) for name, update in FUSED.items()}
     of_tensors |= {aten._is_all_true: torch.all, aten._is_any_true: torch.any}  # torch.distributions has them
     of_tensors[aten.set_] = torch.Tensor.copy_  # by it `register_parametrization` keeps a weight
     of_tensors[aten.resize_] = _resized
