@@ -137,7 +137,6 @@ class _Laboratory:
         self._processes = max(1, (os.cpu_count() or 1) // 4) if settings.quick else 1
         self._references: dict[str, tuple[Size, str, dict[str, Any]]] = {}  # results of `_reference` by job
         self._on_cpu = False  # until the device is known
-        say("each measurement is a process of its own: some seconds for a small size, else minutes")
         device = self._ask("probe", {"dp": settings.dp, "tp": settings.tp})
         if device.pop("status") != "ok":
             # The reason begins with the type of its error.
@@ -203,6 +202,8 @@ class _Laboratory:
         for size in sizes:  # the largest first
             now = time.monotonic()
             so_far = f"{now - self._begun:.0f} s so far"
+            if self._turn == 1:
+                self._say("each measurement is a process of its own: seconds for a small size, else minutes")
             self._say(f"{self._turn} of {self._turns}: {job} of {size.name}, by {way}; {so_far}")
             found = _NO_TIME if now > self._end else self._attempt(job, way, size)
             result = {"job": job, "way": way, "size": size._asdict(), **found}

@@ -127,11 +127,6 @@ def jax_has_started() -> bool:
     return bridge is not None and bool(_attribute("jax", bridge, "_backends"))
 
 
-def process_store() -> Any:
-    """Return the store of texts by key that the connected processes share: a client of `jax.distributed`."""
-    return _attribute("jax", "jax._src.distributed", "global_state").client
-
-
 def leave_torchax(refuse: Callable[[], None]) -> None:
     """Turn torchax off in a forked child process; where torchax would use JAX, it then calls `refuse`.
 

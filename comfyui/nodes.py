@@ -286,9 +286,10 @@ def _check_size(pipeline: Any, num_frames: int, height: int, width: int) -> None
     """Raise `ValueError` for a size that the model cannot have; the pipeline itself checks for patches."""
     multiple = pipeline.vae_scale_factor_temporal
     if (num_frames - 1) % multiple:
-        fewer = num_frames - (num_frames - 1) % multiple
+        # Of an even number of latent frames the VAE makes more frames than were asked for: both are odd.
+        fewer = num_frames - (num_frames - 1) % (2 * multiple)
         raise ValueError(
-            f"got num_frames={num_frames}: the model generates {fewer} or {fewer + multiple} of them"
+            f"got num_frames={num_frames}: the model generates {fewer} or {fewer + 2 * multiple} of them"
         )
     config, scale = pipeline.transformer.config, pipeline.vae_scale_factor_spatial
     if config["use_learned_positional_embeddings"]:

@@ -57,7 +57,9 @@ OWNERS = {
     "flax": ("cogvideox_torchax.vae.nnx", "cogvideox_torchax.backends.flax"),
     "av": ("cogvideox_torchax.files.video",),
     "matplotlib": ("cogvideox_torchax.files.reports",),
+    "filelock": ("cogvideox_torchax.files.whole",),
     "pyarrow": ("cogvideox_torchax.dataset.formats",),
+    "webdataset": ("cogvideox_torchax.dataset.formats",),
     "ray": ("cogvideox_torchax.dataset.ray",),
     "torch_tpu": ("cogvideox_torchax.runtime.torchtpu",),
 }

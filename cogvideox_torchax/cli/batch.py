@@ -13,6 +13,7 @@ from typing import Any
 from cogvideox_torchax.cli import common, devices
 from cogvideox_torchax.dataset import clip, loop, sources
 from cogvideox_torchax.dataset.directory import Changes, LatentDirectory, OutputDirectory, VideoDirectory
+from cogvideox_torchax.files import reports
 
 
 def encode(args: argparse.Namespace) -> int:
@@ -56,7 +57,7 @@ def decode(args: argparse.Namespace) -> int:
 
     The model is that of `--model`, or else the one that the first clip's latents name.
     """
-    files = sources.shards(Path(args.latents), common.say)
+    files = sources.latent_files(Path(args.latents), common.say)
     with devices.share_of_this_process(args) as share:
         directory = VideoDirectory(args.output, files, args.fps, share, retry=args.retry_failed)
         with directory.locked():
@@ -125,13 +126,11 @@ def print_report(
     args: argparse.Namespace, report: dict[str, Any], directory: OutputDirectory, unit: str = "clip"
 ) -> int:
     """Print the report, and a line about bad units; return the exit code, 1 if there are any."""
-    common.print_report(report, args.json)
+    reports.print_report(report, args.json)
     if not directory.bad:
         return 0
     ids = list(directory.bad)
     shown = ", ".join([*ids[:5], "..."] if len(ids) > 5 else ids)
-    common.say(
-        f"bad {unit}s left out: {len(ids)} ({shown}); a line above or {directory.failed} says why, and what "
-        "helps"
-    )
+    place = f"a line above or {directory.failed}" if directory.failed.exists() else "a line above"
+    common.say(f"bad {unit}s left out: {len(ids)} ({shown}); {place} says why, and what helps")
     return 1

@@ -17,6 +17,8 @@ from cogvideox_torchax.vae.sizes import check_sides
 
 DEMO_FRAMES = 25
 """Default number of the demo's frames."""
+SEEDS = 1000
+"""Seeds that belong to a line of prompts; also the most videos of one prompt."""
 FOR_MANY = ("keep", "buckets", "windows", "min_size", "ray", "actors", "workers", "retry_failed")
 """Options that a single clip has no use for."""
 
@@ -34,7 +36,7 @@ def input_faults(path: str) -> tuple[Fault, ...]:
 
 
 def video_faults(video: str, output: str | None) -> tuple[Fault, ...]:
-    is_latents = Path(video).suffix in kinds.SUFFIXES.values()  # of latent files, and of shards of them
+    is_latents = Path(video).suffix in (".safetensors", *kinds.SUFFIXES.values())
     is_output = output and Path(output).exists() and Path(video).samefile(output)
     return (
         (is_latents and Path(video).is_file(), f"{video} holds latents: decode it, or give a video"),
@@ -45,13 +47,20 @@ def video_faults(video: str, output: str | None) -> tuple[Fault, ...]:
 def check_output_directory(path: str, unit: str = "clip") -> None:
     """Raise `OutputError` if an output directory has the suffix of a file, and does not exist yet."""
     suffix = Path(path).suffix.lower()
-    file_suffixes = (*kinds.SUFFIXES.values(), ".mp4", ".gif")  # of latents, and of videos
+    file_suffixes = (".safetensors", *kinds.SUFFIXES.values(), ".mp4", ".gif")
     is_file_name = suffix in file_suffixes and not Path(path).is_dir()
     whole.refuse(path, (is_file_name, f"many {unit}s go into a directory: give a name without {suffix}"))
 
 
+def mesh_fault(args: argparse.Namespace, name: str) -> Fault:
+    """Return the fault of an option for backends that run on a mesh, which PyTorch's own does not."""
+    no_mesh = f"--backend torch runs on one device: leave out --{name}, or take torchax"
+    return getattr(args, name, None) and args.backend == "torch", no_mesh
+
+
 def faults_of_one(args: argparse.Namespace) -> Iterator[Fault]:
     """Yield a fault for each option of many clips, which a single clip has no use for."""
+    yield mesh_fault(args, "distributed")  # of many clips, each process has a model of its own
     for name in FOR_MANY:
         option = f"--{name.replace('_', '-')}"
         # The options' defaults are None and False. `getattr` returns None for one that the command lacks.
@@ -90,13 +99,13 @@ def check_decode(args: argparse.Namespace) -> None:
     source = Path(args.latents)
     if source.is_dir():
         return check_output_directory(args.output)
-    shard = f"{source} is a shard of a data set: decode its directory, {source.parent}, into another one"
-    return faults.refuse((source.suffix in (".parquet", ".tar"), shard), *faults_of_one(args))
+    shard = f"{source} is a shard for trainers: decode the latent files of which it is made"
+    return faults.refuse((source.suffix in kinds.SUFFIXES.values(), shard), *faults_of_one(args))
 
 
 def check_generate(args: argparse.Namespace) -> None:
-    is_sampled = args.from_stage == "latents"  # then options of sampling are refused as such, all together
     faults.refuse(
+        (not (args.prompt or args.prompts), "a prompt is needed: give --prompt"),
         (
             (args.num_videos_per_prompt or args.retry_failed or args.ray is not None) and not args.prompts,
             "--num-videos-per-prompt, --retry-failed and --ray are for many: leave them out, or give "
@@ -104,29 +113,29 @@ def check_generate(args: argparse.Namespace) -> None:
         ),
         *ray_faults(args),
         (
-            args.prompts and (args.prompt or args.save_stages or args.from_stage or args.preview),
-            "--prompt, --save-stages, --from-stage and --preview are for one video: leave them out, or "
-            "--prompts",
+            args.prompts and (args.prompt or args.preview),
+            "--prompt and --preview are for one video: leave them out, or --prompts",
         ),
         (
-            args.from_stage and not args.save_stages,
-            "--from-stage needs the stages' directory: pass --save-stages DIR",
+            args.prompts and Path(args.prompts).suffix.lower() not in kinds.LISTS,
+            f"got prompts in {args.prompts}: give a .txt file with one on each line, or a .jsonl file",
+        ),
+        (
+            (args.num_videos_per_prompt or 0) > SEEDS,
+            f"got --num-videos-per-prompt {args.num_videos_per_prompt}: at most {SEEDS}, as many seeds as a "
+            "line has",
         ),
         (
             args.preview and not args.preview.endswith(".png"),
             f"cannot write {args.preview}: a preview goes into a .png file",
         ),
         (
-            args.strength is not None and not (args.video or args.prompts or is_sampled),
+            args.strength is not None and not (args.video or args.prompts),
             f"got --strength {args.strength} without a video to start from: pass --video, or leave it out",
         ),
         (
-            args.lora_scale is not None and not args.lora and not is_sampled,
+            args.lora_scale is not None and not args.lora,
             f"got --lora-scale {args.lora_scale} without a LoRA: pass --lora, or leave it out",
-        ),
-        (
-            not (args.prompt is not None or args.prompts or args.from_stage),
-            "a prompt is needed: give --prompt",
         ),
     )
     if args.preview:
@@ -231,7 +240,7 @@ COMMANDS = {
                 "--format",
                 required=True,
                 choices=kinds.SUFFIXES,
-                help="Parquet as FastVideo reads it (needs the extra data), WebDataset tars, or safetensors",
+                help="Parquet as FastVideo reads it, or WebDataset tars; both need the extra data",
             ),
             Option(
                 "--shard-size",
@@ -257,6 +266,7 @@ COMMANDS = {
             options.FPS,
             options.PROFILE,
         ),
+        lambda args: faults.refuse(*faults_of_one(args)),
     ),
     "generate": Command(
         "generate a video with a CogVideoX pipeline",
@@ -308,7 +318,7 @@ COMMANDS = {
                 "--fps",
                 group="size",
                 type=options.frame_rate,
-                help="frames a second (default: 8, of CogVideoX 1.5 16, or a latents stage's)",
+                help="frames a second (default: 8, of CogVideoX 1.5 16)",
             ),
             Option("--dtype", choices=options.DTYPES, help="of weights and latents (default: bfloat16)"),
             _sampling(
@@ -364,12 +374,11 @@ COMMANDS = {
                 metavar="first-block:0.1|pab|magcache:FILE|taylorseer|fastercache",
                 help="reuse what steps have computed, by one of diffusers' caches",
             ),
-            Option("--save-stages", group="stages", metavar="DIR", help="keep embeddings and latents there"),
             Option(
-                "--from-stage",
-                group="stages",
+                "--until",
                 choices=("text", "latents"),
-                help="resume from the stage that --save-stages kept",
+                default="video",
+                help="stop after the prompt's embeddings or the latents; without it the same command goes on",
             ),
             _sampling(
                 "--preview",
@@ -445,7 +454,17 @@ def check(args: argparse.Namespace) -> None:
     given = {name: value for name, value in vars(args).items() if value is not None}
     # A profile would start JAX, which processes must not do before they connect.
     both = args.distributed and "profile" in given
-    faults.refuse((both, "--profile records a single process: leave out --distributed"))
+    faults.refuse(
+        (both, "--profile records a single process: leave out --distributed"),
+        *(mesh_fault(args, name) for name in ("dp", "tp")),
+        *(
+            (
+                name in given and not args.distributed,
+                f"got --{name} {given.get(name)} for a single process: add --distributed",
+            )
+            for name in ("coordinator", "processes", "process", "timeout")
+        ),
+    )
     if "model" in given:
         models.local(args.model)  # for its error
     for name in given.keys() & {"latents", "image", "prompts", "video"}:

@@ -1,11 +1,10 @@
-"""Code that commands share: it loads models, reads and encodes clips, decodes latents, and prints reports.
+"""Code that commands share: it loads models, encodes clips, decodes latents, and prints.
 
 A *unit*, an `EncodeClip` or a `DecodeClip`, holds a model and its settings.
 """
 
 import argparse
 import functools
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -17,8 +16,8 @@ import torch
 from tqdm.auto import tqdm
 
 from cogvideox_torchax import backends, runtime
-from cogvideox_torchax.cli.devices import Fetch
 from cogvideox_torchax.cli.options import DTYPES, SPATIAL_SCALE
+from cogvideox_torchax.dataset import clip
 from cogvideox_torchax.dataset.clip import (
     MEAN,
     SAMPLE,
@@ -27,7 +26,6 @@ from cogvideox_torchax.dataset.clip import (
     ClipPart,
     DecodeClip,
     EncodeClip,
-    select_part,
 )
 from cogvideox_torchax.files import reports, video
 from cogvideox_torchax.files.latents import Latents
@@ -61,10 +59,7 @@ def take_bundled_pipeline(args: argparse.Namespace) -> None:
     if args.model is None:
         args.model = str(TINY_PIPELINE)
         say(f"no --model is given: taking the small bundled pipeline {args.model} (docs/tiny-pipeline.md)")
-        if args.from_stage != "latents":  # nothing is sampled from there on
-            vars(args).update({k: v for k, v in TINY_SAMPLING.items() if getattr(args, k) is None})
-    if args.prompt is not None:
-        hint_at_words(args.model, args.prompt)
+        vars(args).update({k: v for k, v in TINY_SAMPLING.items() if getattr(args, k) is None})
 
 
 def unknown_words(model: str | Path, prompt: str) -> str:
@@ -124,43 +119,34 @@ def config_of(args: argparse.Namespace, fps: Fraction | None = None, **options: 
 
 
 def open_clip(args: argparse.Namespace, at_most: int | None = None, fps: Fraction | None = None) -> ClipPart:
-    """Return the part of `args.video` to encode, not read yet; raise `ValueError` for an impossible size.
+    """Return the part of `args.video` to encode; raise `ValueError` for an impossible size.
 
     The part is the first `--frames` frames; without that option at most the first `at_most`, or all for None.
     `fps` is the rate at which frames are taken; None for the video's own.
     """
-    count = args.frames  # None for all frames
-    if not count and at_most:
-        # A part that is longer than the video would be an error. The file's frames are counted here, of which
-        # a lower `fps` would take fewer; but no command passes both `at_most` and `fps`.
-        count = video.probe(args.video, at_most).num_frames
-    # `verify` has several dtypes; the part depends on none of them.
-    config = config_of(args, fps, dtype="float32", frames=count)
+    config = config_of(args, fps, dtype="float32")  # `verify` has several dtypes; the part depends on none
     # The clip is in no data set, so its id is "".
-    return select_part(Clip("", args.video), config, SPATIAL_SCALE)
+    return clip.read(Clip("", args.video), config, SPATIAL_SCALE, at_most)
 
 
-def unit_of(kind: type[Unit], args: argparse.Namespace, vae: Any, fetch: Fetch, **options: Any) -> Unit:
-    """Return an `EncodeClip` or a `DecodeClip` with a progress bar for a clip's chunks.
+def unit_of(kind: type[Unit], args: argparse.Namespace, vae: Any, **options: Any) -> Unit:
+    """Return an `EncodeClip` or a `DecodeClip` of a loaded model, with a progress bar for a clip's chunks.
 
-    `vae` is the loaded model, and `fetch` brings a chunk's result to the host. `options` are fields of
-    `ClipConfig`, which take precedence over the command's.
+    `options` are fields of `ClipConfig`, which take precedence over the command's.
     """
-    return kind(
-        config_of(args, **options), say, vae=vae, fetch=fetch, follow=functools.partial(progress, args=args)
-    )
+    return kind(config_of(args, **options), say, vae=vae, follow=functools.partial(progress, args=args))
 
 
-def encoder_of(args: argparse.Namespace, vae: Any, fetch: Fetch, **options: Any) -> EncodeClip:
+def encoder_of(args: argparse.Namespace, vae: Any, **options: Any) -> EncodeClip:
     """Return an `EncodeClip` that keeps the posterior's mean, or with `--seed` a sample; see `unit_of`."""
     keep = MEAN if args.seed is None else SAMPLE
-    return unit_of(EncodeClip, args, vae, fetch, keep=keep, seed=args.seed or 0, **options)
+    return unit_of(EncodeClip, args, vae, keep=keep, seed=args.seed or 0, **options)
 
 
-def decode_to(sink: video.Sink, vae: Any, latents: Latents, args: argparse.Namespace, fetch: Fetch) -> int:
+def decode_to(sink: video.Sink, vae: Any, latents: Latents, args: argparse.Namespace) -> int:
     """Decode latents and write each chunk's frames into a sink; return the number of frames."""
     # `args` may have no model and no dtype: the latents name their model, and the loaded VAE has the dtype.
-    unit = unit_of(DecodeClip, args, vae, fetch, model=latents.model, dtype=runtime.dtype_name(vae.dtype))
+    unit = unit_of(DecodeClip, args, vae, model=latents.model, dtype=runtime.dtype_name(vae.dtype))
     return video.write_all(sink, unit.stream(latents))
 
 
@@ -174,18 +160,6 @@ def progress(
     yield from tqdm(items, total=total, desc=name, unit=unit, disable=args.quiet, leave=False)
 
 
-def print_report(report: dict[str, Any], as_json: bool = False) -> None:
-    width = max(len(key) for key in report)
-    rows = (f"  {key.replace('_', ' '):<{width}}  {_shown(value)}" for key, value in report.items())
-    print(json.dumps(report) if as_json else "\n".join(rows))
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 0.01 else f"{value:.2f}"
-    return str(value)
-
-
 def print_results(args: argparse.Namespace, clock: CompileClock, results: dict[str, Any]) -> None:
     """Print the report of a command that has written `args.output`, with the device and the times."""
     report = {
@@ -196,7 +170,7 @@ def print_results(args: argparse.Namespace, clock: CompileClock, results: dict[s
         "compile_s": clock.seconds,  # of tracing and compiling
         "total_s": clock.elapsed,
     }
-    print_report(report, args.json)
+    reports.print_report(report, args.json)
 
 
 def announcing_clock(args: argparse.Namespace) -> CompileClock:

@@ -12,6 +12,7 @@ import torch
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.cli import common, devices, generate
+from cogvideox_torchax.files import reports
 from cogvideox_torchax.runtime.clock import CompileClock
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
     report = {"device": common.device_name(args.backend), "compile_cache": cache}
     # The printed table has a row for each program; the JSON has a list of them.
     rows = {f"{each['kind']} {each['size']}, s": each["compile_s"] for each in programs}
-    common.print_report(report | ({"programs": programs} if args.json else rows), args.json)
+    reports.print_report(report | ({"programs": programs} if args.json else rows), args.json)
 
 
 def _generate(args: argparse.Namespace, frames: int, height: int, width: int) -> None:

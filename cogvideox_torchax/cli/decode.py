@@ -15,14 +15,11 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.latents} is a video: encode it first, and decode the latents")
     with devices.process_group(args) as group:
         loaded_latents = latents.load(args.latents)
-        num_videos = len(loaded_latents.tensor)
-        if num_videos > 1:
-            raise ValueError(f"{args.latents} holds {num_videos} videos, one is decoded: save each by itself")
         fps = args.fps or loaded_latents.fps
         with group.writing(args.output, fps) as sink:  # an error in the output comes before the model's work
             vae = common.load_vae(args.model or loaded_latents.model, args.backend, args.dtype, group.mesh)
             clock = common.announcing_clock(args)
-            written = common.decode_to(sink, vae, loaded_latents, args, group.fetch_to_first)
+            written = common.decode_to(sink, vae, loaded_latents, args)
     if group.is_first:
         common.print_results(args, clock, {"frames": written, "fps": float(fps)})
     return 0

@@ -15,7 +15,7 @@ import torch
 from cogvideox_torchax import runtime, versions
 from cogvideox_torchax.cli import common
 from cogvideox_torchax.cli.commands import DEMO_FRAMES
-from cogvideox_torchax.files import extras, latents as latent_files, sheets, video, whole
+from cogvideox_torchax.files import extras, latents as latent_files, reports, sheets, video, whole
 from cogvideox_torchax.runtime.clock import CompileClock
 from cogvideox_torchax.vae import pixels, quality, tolerances
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> None:
             str(output / f"demo.{suffix}") for suffix in (*["gif"] * bool(made), "mp4", "png", "safetensors")
         ),
     }
-    common.print_report(report, args.json)
+    reports.print_report(report, args.json)
 
 
 def _from_prompt(args: argparse.Namespace, output: Path) -> tuple[dict[str, Any], list[Any]]:
@@ -114,7 +114,7 @@ def _from_prompt(args: argparse.Namespace, output: Path) -> tuple[dict[str, Any]
             port_pipeline(pipe)
         pipe.set_progress_bar_config(disable=args.quiet, leave=False, desc=f"{name}: denoise")
         generator, sampling = torch.Generator().manual_seed(args.seed), common.TINY_SAMPLING
-        result = pipe(
+        result: Any = pipe(
             args.prompt, max_sequence_length=length, generator=generator, output_type="pt", **sampling
         )
         videos.append(runtime.to_torch(result.frames).float().permute(0, 2, 1, 3, 4))  # (1, C, T, H, W)

@@ -4,43 +4,21 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-import torch
-
-from cogvideox_torchax import backends, runtime
 from cogvideox_torchax.dataset.clip import local_mesh
 from cogvideox_torchax.dataset.directory import ProcessShard
 from cogvideox_torchax.files import video
 
-Fetch = Callable[[torch.Tensor], torch.Tensor]
-"""Brings the result of a chunk from the devices to the host."""
-
-
-_OWN = {"coordinator", "processes", "process", "timeout", "quiet", "json", "traceback", "run"}
-"""Options, and what the parser adds, that may differ among the processes of a command."""
-
-
-def _check_options(args: argparse.Namespace, *, needing_mesh: tuple[str, ...]) -> None:
-    """Raise `ValueError` for options of several devices or processes that would have no effect."""
-    # `needing_mesh` has names of options, such as "dp". If one is given, the backend must run on a mesh.
-    for name in needing_mesh:
-        if getattr(args, name) and not backends.backend(args.backend).on_jax:
-            raise ValueError(
-                f"--backend {args.backend} runs on one device: leave out --{name}, or take torchax"
-            )
-    for name in ("coordinator", "processes", "process", "timeout"):
-        value = getattr(args, name)
-        if value is not None and not args.distributed:
-            raise ValueError(f"got --{name} {value} for a single process: add --distributed")
+_OWN = {"coordinator", "processes", "process", "timeout", "quiet", "json", "traceback"}
+"""Options that may differ among the processes of a command."""
 
 
 def mesh_of(args: argparse.Namespace) -> Any:
     """Return the mesh that `--dp` and `--tp` ask for, or None for one device; `ValueError` if none fits."""
-    _check_options(args, needing_mesh=("dp", "tp"))
     return local_mesh(args.dp, args.tp)
 
 
@@ -51,39 +29,30 @@ class ProcessGroup:
     Attributes:
         mesh: the mesh of their devices; None for one device.
         is_first: whether this process writes outputs and messages.
-        fetch_to_all, fetch_to_first: bring a computed chunk to the host, in every process or in the first
-            process alone.
     """
 
     mesh: Any = None
     is_first: bool = True
-    fetch_to_all: Fetch = runtime.to_torch
-    fetch_to_first: Fetch = runtime.to_torch
 
-    def writing(
-        self, path: str, fps: Fraction | float, source: video.SourceTiming | None = None
-    ) -> contextlib.AbstractContextManager[video.Sink]:
+    def writing(self, path: str, fps: Fraction | float) -> contextlib.AbstractContextManager[video.Sink]:
         """Return the sink of `video.writing` in the first process, and in others a sink that drops frames."""
-        return video.writing(path, fps, source) if self.is_first else contextlib.nullcontext(video.Sink())
+        return video.writing(path, fps) if self.is_first else contextlib.nullcontext(video.Sink())
 
 
 @contextlib.contextmanager
 def process_group(args: argparse.Namespace) -> Iterator[ProcessGroup]:
     """Connect the processes of a command for a `with` block; yield their group.
 
-    `ValueError` if options contradict each other, a mesh does not fit, or processes cannot connect.
+    `ValueError` if a mesh does not fit, or processes cannot connect.
     """
     if args.distributed:
-        # Here `--distributed` needs a mesh, too: one mesh has the devices of all processes.
-        _check_options(args, needing_mesh=("dp", "tp", "distributed"))
         with _connected(args) as sharding:
             mesh = sharding.make_mesh(args.dp or 1, args.tp)
             sharding.check_all_take_part(mesh)  # raises if a process has no device in the mesh
             options = {f"--{name}": repr(value) for name, value in vars(args).items() if name not in _OWN}
             sharding.check_same(mesh, options)
-            # Results of chunks are sent through files in a directory beside the output.
-            with sharding.exchanging(args.output) as exchange:
-                yield ProcessGroup(mesh, sharding.is_first(), exchange.fetch_to_all, exchange.fetch_to_first)
+            yield ProcessGroup(mesh, sharding.is_first())
+            sharding.wait_for_all()  # the first process serves the connection of all, and must end last
     else:
         yield ProcessGroup(mesh_of(args))
 
@@ -93,11 +62,8 @@ def share_of_this_process(args: argparse.Namespace) -> Iterator[ProcessShard]:
     """Yield this process's share of many clips, which the processes of a command divide.
 
     With `--process` and `--processes` but no `--coordinator` the processes work without a connection.
-    `ValueError` if options contradict each other, or processes cannot connect.
+    `ValueError` if there is no such `--process`, or processes cannot connect.
     """
-    # Each process has a model of its own, so only `--dp` and `--tp` need a backend that runs on a mesh, and
-    # `--distributed` goes with every backend.
-    _check_options(args, needing_mesh=("dp", "tp"))
     if not args.distributed:
         yield ProcessShard()
     elif args.processes is not None and args.process is not None and args.coordinator is None:

@@ -5,8 +5,7 @@ import platform
 from typing import Any
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.cli import common
-from cogvideox_torchax.runtime.device import import_torchax
+from cogvideox_torchax.files import reports
 from cogvideox_torchax.versions import installed, untested
 
 CORE = ("torch", "torchax", "jax", "jaxlib", "diffusers", "safetensors", "huggingface_hub", "numpy", "tqdm")
@@ -18,6 +17,7 @@ OPTIONAL = {
     "peft": ("text", "LoRAs"),
     "matplotlib": ("plots", "pictures of `verify` and of measurements"),
     "pyarrow": ("data", "data sets in Parquet"),
+    "webdataset": ("data", "data sets in tars of WebDataset"),
     "ray": ("ray", "encoding data sets on Ray"),
     "fastapi": ("web", "the example that streams into a browser"),
     "libtpu": ("tpu", "running on a TPU"),
@@ -40,14 +40,17 @@ def run(args: argparse.Namespace) -> int:
     advice += untested()  # a line for each package whose version the tests have not passed with
     report: dict[str, Any] = {"python": platform.python_version(), **core, **optional, "torchax works": "yes"}
     try:
+        from cogvideox_torchax.runtime.device import import_torchax  # it imports JAX
+
         import_torchax()
     except Exception as error:
         report["torchax works"] = "no"
-        advice.insert(0, " ".join(str(error).split())[:600])  # on one line, cut where it is long
+        reason = " ".join(str(error).split())[:600]  # on one line, cut where it is long
+        advice.insert(0, f"{reason}; what is tested comes by: {INSTALL} .")
     report |= {"devices": _devices(), "compile cache": _compile_cache()}
     if report["devices"].startswith(("tpu", "gpu")):
         advice.append("measure this device: python -m benchmarks device -o out/device, in a checkout")
-    common.print_report(report | ({"advice": advice} if args.json else {}), args.json)
+    reports.print_report(report | ({"advice": advice} if args.json else {}), args.json)
     if not args.json and advice:
         print("\n" + "\n".join(f"  - {line}" for line in advice))
     return 0 if report["torchax works"] == "yes" else 1

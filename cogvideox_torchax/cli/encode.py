@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
         common.take_bundled_model(args)  # sets `args.model` if no --model is given
         vae = common.load_vae(args.model, args.backend, args.dtype, group.mesh)
         clock = common.announcing_clock(args)
-        encoded = common.encoder_of(args, vae, group.fetch_to_first, fps=args.fps).encode(clip)
+        encoded = common.encoder_of(args, vae, fps=args.fps).encode(clip)
         if not group.is_first:
             return 0
         latents.save(encoded, args.output)

@@ -1,23 +1,29 @@
-"""A video generated from a prompt with a diffusers pipeline, in stages that can be saved and resumed.
+"""A video from its request to its files: what it depends on, and its stages, each a file.
 
-Everything that a user passes is checked against the model's configs before any weight is loaded.
+What a user passes is checked against the model's configs before any weight is loaded. A video's *stages* are
+its text, its latents and the video itself. A run goes on from the last one that is there.
 """
 
 import argparse
 import contextlib
 import difflib
+import enum
 import functools
+import hashlib
+import json
 import math
+import re
+import time
 from collections.abc import Callable, Iterator
-from fractions import Fraction
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
-from cogvideox_torchax.cli import common, stages
-from cogvideox_torchax.files import faults, latents as latent_files, video
+from cogvideox_torchax.cli import common, devices, preview
+from cogvideox_torchax.files import faults, latents as latent_files, reports, tensors, video, whole
 from cogvideox_torchax.files.models import locate
 from cogvideox_torchax.pipelines import cache_options
 from cogvideox_torchax.pipelines.description import (
@@ -28,54 +34,103 @@ from cogvideox_torchax.pipelines.description import (
     VIDEO,
     Model,
     RequestError,
+    check_inputs,
     check_size,
 )
-from cogvideox_torchax.runtime import to_torch
+from cogvideox_torchax.runtime import host_array, to_torch
 from cogvideox_torchax.vae import memory
+from cogvideox_torchax.versions import TESTED, versions
+
+FORMAT, KEY = "cogvideox-torchax-video/1", "request"
+"""The format of a record, and the key, there and in the metadata of a stage's file, of what it depends on."""
+NO_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufeff]")
+"""Characters that no text has: of control, and the mark of a file's beginning, where files were joined."""
 
 
-def check(request: stages.Request, model: Model) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A request to generate a video.
+
+    Attributes:
+        prompt: text that the video shall follow.
+        negative_prompt: text that guidance leads away from; "" for none.
+        image, video: paths of an image or a clip that conditions the video, or None.
+        frames, height, width: size of the video, in frames and pixels.
+        num_inference_steps: denoising steps.
+        guidance_scale: scale of classifier-free guidance; 1 or less for none.
+        strength: share of the steps, and so of the noise, that an input video goes through.
+        seed: seed of the noise.
+        dtype: name of the dtype of weights and latents.
+    """
+
+    prompt: str
+    negative_prompt: str = ""
+    image: str | None = None
+    video: str | None = None
+    frames: int
+    height: int
+    width: int
+    num_inference_steps: int = 50
+    guidance_scale: float = 6.0
+    strength: float = 0.8
+    seed: int = 0
+    dtype: str = "bfloat16"
+
+
+def request_of(args: argparse.Namespace, model: Model) -> Request:
+    """Return the request of a command line's options, completed by defaults; "" is that of the prompt."""
+    defaults = {"prompt": "", **dict(zip(("frames", "height", "width"), model.size, strict=True))}
+    given = {each.name: getattr(args, each.name) for each in fields(Request)}
+    return Request(**defaults | {name: value for name, value in given.items() if value is not None})
+
+
+def check(request: Request, model: Model) -> None:
     """Raise an error unless the model can serve the request, and the request's image and clip can be read.
 
     Raises:
         ValueError: mostly a `RequestError`; the message says what the model takes.
         VideoError: an image or a clip that cannot be read.
     """
+    check_inputs(model, image=request.image is not None, clip=request.video is not None)
     check_size(model, request.frames, request.height, request.width)
-    _check_prompt(request, model)
+    texts = {"--prompt": request.prompt, "--negative-prompt": request.negative_prompt}
+    steps, scale, strength = request.num_inference_steps, request.guidance_scale, request.strength
     faults.refuse(
-        (
-            request.num_inference_steps < 1,
-            f"got --num-inference-steps {request.num_inference_steps}: at least 1",
+        (not request.prompt.strip(), "got an empty prompt: say what to show"),
+        *(
+            (
+                NO_TEXT.search(text),
+                f"got a {name} with control characters: {text!r:.80}; save it in UTF-8",
+            )
+            for name, text in texts.items()
         ),
+        (steps < 1, f"got --num-inference-steps {steps}: at least 1"),
+        (not math.isfinite(scale), f"got --guidance-scale {scale}: give a number such as 6"),
         (
-            not math.isfinite(request.guidance_scale),
-            f"got --guidance-scale {request.guidance_scale}: give a number such as 6",
-        ),
-        (not 0 < request.strength <= 1, f"got --strength {request.strength}: more than 0, and at most 1"),
-        (
-            request.negative_prompt and request.guidance_scale <= 1,
-            f"got --negative-prompt with --guidance-scale {request.guidance_scale}, which does not use it: "
-            "leave it out, or give a scale above 1",
+            request.negative_prompt and scale <= 1,
+            f"got --negative-prompt with --guidance-scale {scale}, which does not use it: leave it out, or "
+            "give a scale above 1",
         ),
         error=RequestError,
     )
+    for name, text in texts.items():
+        _check_length(name, text, model)
     if steps_of(request, model) < 1:
         raise RequestError(
-            f"got --strength {request.strength} with --num-inference-steps {request.num_inference_steps}: "
-            f"no step is left of {request.num_inference_steps} x {request.strength}; give more of either"
+            f"got --strength {strength} with --num-inference-steps {steps}: no step is left of {steps} x "
+            f"{strength}; give more of either"
         )
     if request.image is not None:
         video.read_image(request.image)  # only for its error: the image is read again when it is used
     if request.video is not None:
-        num_frames = video.probe(request.video, request.frames).num_frames
-        if num_frames < request.frames:
+        count = video.probe(request.video, request.frames).num_frames
+        if count < request.frames:
             raise RequestError(
-                f"{request.video} has {num_frames} frames, {request.frames} are wanted: pass --frames"
+                f"{request.video} has {count} frames, {request.frames} are wanted: pass --frames"
             )
 
 
-def steps_of(request: stages.Request, model: Model) -> int:
+def steps_of(request: Request, model: Model) -> int:
     """Return the number of denoising steps that run: of a `VIDEO` pipeline the share `strength`, else all."""
     return (
         int(request.num_inference_steps * request.strength)
@@ -84,23 +139,20 @@ def steps_of(request: stages.Request, model: Model) -> int:
     )
 
 
-def _check_prompt(request: stages.Request, model: Model) -> None:
+def _check_length(name: str, text: str, model: Model) -> None:
     """Raise `RequestError` if a prompt has more tokens than the model takes: the pipelines would cut it."""
+    count = len(_tokenizer(model.directory / "tokenizer")(text).input_ids)
     limit = model.transformer["max_text_seq_length"]
-    tokenizer = _tokenizer(locate(model.name, "tokenizer", files=("*",)))
-    for name, text in (("--prompt", request.prompt), ("--negative-prompt", request.negative_prompt)):
-        count = len(tokenizer(text).input_ids)
-        if count > limit:
-            unknown = common.unknown_words(model.name, text)
-            advice = f"it does not know {unknown}" if unknown else "shorten it"
-            raise RequestError(f"got a {name} of {count} tokens: {model.name} takes {limit}; {advice}")
+    if count > limit:
+        unknown = common.unknown_words(model.name, text)
+        advice = f"it does not know {unknown}" if unknown else "shorten it"
+        raise RequestError(f"got a {name} of {count} tokens: {model.name} takes {limit}; {advice}")
 
 
 @functools.lru_cache(1)  # many prompts are checked by one
 def _tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
-    # torchax is off while files are loaded: with it on, some of the `from_pretrained` methods fail.
     return AutoTokenizer.from_pretrained(path)
 
 
@@ -136,175 +188,333 @@ def scheduler_of(name: str, model: Model) -> Any:
         return getattr(diffusers, name).from_config(own.config)
 
 
-def lora_path(name: str, model: Model) -> Path:
-    """Return the file or the directory of a LoRA for a model's transformer, after its file has been read.
+def _lora(name: str, model: Model) -> tuple[Path, str]:
+    """Return the file or the directory of a LoRA for a model's transformer, and a hash of its weights.
 
     `name` is a safetensors file, a directory with one, or a hub id, whose files are downloaded.
 
     Raises:
         RequestError: there is no such file, it cannot be read, or it has no weights for the transformer.
-        ModelError: neither a directory nor the hub has this name.
+        ModelError: the hub has no such id.
     """
     import diffusers
 
     path = Path(name).expanduser()
-    if path.suffix == ".safetensors" and not path.is_file():
+    is_hub_id = re.fullmatch(r"[^./~][^/]*/[^/]+(?<!\.safetensors)", name)  # OWNER/NAME
+    if not (path.exists() or is_hub_id):
         raise RequestError(f"there is no LoRA {name}: give a safetensors file, its directory, or a hub id")
     path = path if path.is_file() else locate(name, files=("*.safetensors",))
     with _loading(f"the LoRA {name}"):
-        weights = getattr(diffusers, CLASSES[model.kind]).lora_state_dict(path, use_safetensors=True)
+        weights, metadata = getattr(diffusers, CLASSES[model.kind]).lora_state_dict(
+            path, use_safetensors=True, return_lora_metadata=True
+        )
     # diffusers would only log a warning, and generate without the LoRA.
     if not any(key.startswith("transformer.") and "lora" in key for key in weights):
         raise RequestError(
             f"cannot load the LoRA {name}: none of its weights is one of a LoRA for CogVideoX's transformer, "
             "as diffusers names them, such as transformer.transformer_blocks.0.attn1.to_q.lora_A.weight"
         )
-    return path
+    digest = hashlib.sha256(repr(metadata).encode())  # such as a rank and an alpha
+    for key, weight in sorted(weights.items()):
+        digest.update(key.encode() + host_array(weight).tobytes())
+    return path, digest.hexdigest()
 
 
-def prepared(
-    args: argparse.Namespace, model: Model, request: stages.Request, *, with_text: bool = True
-) -> Callable[[Any], Any]:
-    """Check a pipeline's options; return the function that loads and ports it.
+class Stage(enum.IntEnum):
+    """The stages of a video: nothing, the embeddings of its prompts, its latents, and all."""
 
-    The function's argument is a mesh of `make_mesh`, or None for one device.
+    NOTHING, TEXT, LATENTS, VIDEO = range(4)
+
+
+SUFFIXES = {Stage.TEXT: ".text.safetensors", Stage.LATENTS: ".latents.safetensors", Stage.VIDEO: ".json"}
+"""Suffixes of the files beside a video, in place of its own: of its stages, and of its record."""
+OF_TEXT = ("prompt", "negative_prompt", "guided", "dtype", "weights", "model_sha256")
+"""What the embeddings of the prompts depend on, of all that a video depends on."""
+OF_VIDEO = ("tiling", "fps", "output")
+"""What the latents do not depend on."""
+
+
+@dataclass(frozen=True)
+class Video:
+    """A video to make, and its files.
+
+    Attributes:
+        request: the request.
+        settings: what the video depends on besides; a `Generator` has them.
+        path: of the video.
+    """
+
+    request: Request
+    settings: dict[str, Any]
+    path: Path
+
+    def file(self, stage: Stage) -> Path:
+        """Return the path of a stage's file beside the video; of the video that of its record."""
+        return self.path.with_suffix(SUFFIXES[stage])
+
+    def depends_on(self, stage: Stage = Stage.VIDEO) -> dict[str, Any]:
+        """Return what a stage depends on, as JSON's values; a hash stands for an image or a clip."""
+        request = self.request
+        found = {
+            **asdict(request),
+            "guided": request.guidance_scale > 1,
+            **self.settings,
+            "output": self.path.name,
+        }
+        found |= {
+            name: hashlib.sha256(Path(found[name]).read_bytes()).hexdigest()
+            for name in ("image", "video")
+            if found[name]
+        }
+        left_out = {Stage.TEXT: found.keys() - OF_TEXT, Stage.LATENTS: OF_VIDEO, Stage.VIDEO: ()}[stage]
+        return {name: value for name, value in found.items() if name not in left_out}
+
+    def made(self) -> Stage:
+        """Return the last stage that is there; `OutputError` for a file that this command has not written."""
+        fitting = [
+            stage
+            for stage in SUFFIXES
+            if self.file(stage).exists() and _request_in(self.file(stage)) == self.depends_on(stage)
+        ]
+        if not self.path.exists():  # a killed run may leave the record alone
+            fitting = [stage for stage in fitting if stage != Stage.VIDEO]
+        return max(fitting, default=Stage.NOTHING)
+
+    @property
+    def beside(self) -> list[Path]:
+        """The files that are written beside the video: its stages, and its record."""
+        return [self.file(stage) for stage in SUFFIXES]
+
+    def tidy(self) -> None:
+        """Remove the latents of a video that is complete, unless `--until latents` has made them."""
+        file = self.file(Stage.LATENTS)
+        whole.remove_leftover(file)
+        if file.exists() and tensors.metadata(file, ValueError).get("until") != "latents":
+            file.unlink()
+
+
+def _request_in(file: Path) -> Any:
+    """Return what a record or the file of a stage depends on."""
+    try:
+        if file.suffix == ".json":
+            return reports.load(file, FORMAT)[KEY]
+        return reports.parse(tensors.metadata(file, ValueError)[KEY])
+    except (KeyError, ValueError) as error:
+        raise whole.OutputError(f"{file} is broken, or not of this command: move it away") from error
+
+
+class Generator:
+    """A pipeline and its options, which are checked when it is made. It is loaded by `load`, and then called.
 
     Args:
-        args: the options, which say with `request` how the pipeline runs.
+        args: the options.
         model: the model, as `describe` returns it.
-        request: its dtype is that of all weights.
-        with_text: whether to load the text encoder; False if the prompt's embeddings are there already.
+        request: its dtype is that of all weights, and a cache is made for its steps.
+
+    Attributes:
+        until: the stage to make.
+        settings: what videos depend on besides their requests, as JSON's values.
 
     Raises:
         ValueError: mostly a `RequestError`, now, or as the pipeline or its LoRA is loaded.
     """
-    memory.check_tiling(args.tiling, model.spatial_compression_ratio)
-    cache_config = functools.partial(
-        cache_options.config_of,
-        args.cache,
-        steps=steps_of(request, model),
-        guided=request.guidance_scale > 1,  # a scale of 1 or less is no guidance
-    )
-    if args.cache:
-        cache_config()  # for its error
-    scheduler = scheduler_of(args.scheduler, model) if args.scheduler else None
-    lora = lora_path(args.lora, model) if args.lora else None
 
-    def load(mesh: Any) -> Any:
+    def __init__(self, args: argparse.Namespace, model: Model, request: Request):
+        self._args, self.model, self.request = args, model, request
+        self.until = Stage[args.until.upper()]
+        memory.check_tiling(args.tiling, model.spatial_compression_ratio)
+        self._cache_config = functools.partial(
+            cache_options.config_of,
+            args.cache,
+            steps=steps_of(request, model),
+            guided=request.guidance_scale > 1,  # a scale of 1 or less is no guidance
+        )
+        if args.cache:
+            self._cache_config()  # for its error
+        self._scheduler = scheduler_of(args.scheduler, model) if args.scheduler else None
+        self._lora, lora_sha256 = _lora(args.lora, model) if args.lora else (None, None)
+        self._lora_scale = 1.0 if args.lora_scale is None else args.lora_scale
+        self.settings = {
+            "model_sha256": model.sha256(),
+            "weights": args.weights,
+            "scheduler": args.scheduler,
+            "lora_sha256": lora_sha256,
+            "lora_scale": self._lora_scale if args.lora else None,
+            "cache": args.cache and cache_options.with_contents(args.cache),
+            "tiling": args.tiling,
+            "fps": str(args.fps),
+        }
+
+    def load(self, group: devices.ProcessGroup, begun: Stage) -> None:
+        """Load as much of the pipeline as videos need of which the stage `begun` is there.
+
+        `group` has the processes that make a video together, and their mesh.
+        """
         import diffusers
 
         from cogvideox_torchax.pipelines.loading import load_pipeline
 
+        args, name, dtype = self._args, self.model.name, self.request.dtype
+        self._group = group
+        self._show: Callable[[torch.Tensor], None] | None = None
+        if begun == Stage.LATENTS:
+            self._vae = common.load_vae(name, "torchax", dtype, group.mesh)
+            return
         # diffusers does not load a component that is passed as an object or as None.
-        omitted = {} if with_text else {"text_encoder": None, "tokenizer": None}
-        with _loading(model.name):
-            pipe: Any = load_pipeline(
-                model.name,
-                pipeline_class=getattr(diffusers, CLASSES[model.kind]),
-                mesh=mesh,
+        parts: dict[str, Any] = {
+            **({"scheduler": self._scheduler} if self._scheduler else {}),
+            **({"text_encoder": None, "tokenizer": None} if begun == Stage.TEXT else {}),
+            **({"transformer": None, "vae": None} if self.until == Stage.TEXT else {}),
+        }
+        with _loading(name):
+            self._pipe: Any = load_pipeline(
+                name,
+                pipeline_class=getattr(diffusers, CLASSES[self.model.kind]),
+                mesh=group.mesh,
                 weights=args.weights,
                 offload=args.offload,
-                dtype=common.parse_dtype(request.dtype),
-                **omitted,
-                **({"scheduler": scheduler} if scheduler else {}),
+                dtype=common.parse_dtype(dtype),
+                **parts,
             )
-        if lora:
-            with _loading(f"the LoRA {lora}"):
-                pipe.load_lora_weights(lora, adapter_name="lora", use_safetensors=True)
-                pipe.set_adapters("lora", 1.0 if args.lora_scale is None else args.lora_scale)
+        if self.until == Stage.TEXT:
+            return
+        if self._lora:
+            with _loading(f"the LoRA {self._lora}"):
+                self._pipe.load_lora_weights(self._lora, adapter_name="lora", use_safetensors=True)
+                self._pipe.set_adapters("lora", self._lora_scale)
         if args.cache:
-            pipe.transformer.enable_cache(cache_config(timestep=lambda: pipe.current_timestep))
-        pipe.set_progress_bar_config(disable=args.quiet, desc="denoise", leave=False)
-        return pipe
+            config = self._cache_config(timestep=lambda: self._pipe.current_timestep)
+            self._pipe.transformer.enable_cache(config)
+        self._pipe.set_progress_bar_config(disable=args.quiet, desc="denoise", leave=False)
+        self._vae = self._pipe.vae
+        if args.preview:
+            self._show = (
+                preview.preview_writer(self._vae, args.preview, common.say)
+                if group.is_first
+                else lambda _: None  # the other processes make the same calls
+            )
 
-    return load
+    def __call__(self, wanted: Video) -> None:
+        """Make a video, or its stages up to `--until`, from the last stage that is there."""
+        began, made = time.perf_counter(), wanted.made()
+        if made >= self.until:
+            return
+        wanted.path.parent.mkdir(parents=True, exist_ok=True)
+        if made == Stage.LATENTS:
+            latents = latent_files.load(wanted.file(Stage.LATENTS))
+        else:
+            text = self._encode(wanted) if made == Stage.NOTHING else tensors.load(wanted.file(Stage.TEXT))[1]
+            if self.until == Stage.TEXT:
+                self._save(wanted, Stage.TEXT, text, {})
+                return
+            latents = self._sample(wanted.request, text)
+            self._save(wanted, Stage.LATENTS, latents.tensors, latents.metadata())
+        if self.until == Stage.LATENTS:
+            return
+        try:
+            self._decode(wanted, latents, began)
+        except BaseException:
+            common.say(f"{wanted.file(Stage.LATENTS)} has the latents: the same command goes on from there")
+            raise
+        if self._group.is_first:
+            wanted.tidy()
 
+    def _save(
+        self, wanted: Video, stage: Stage, content: dict[str, torch.Tensor], metadata: dict[str, str]
+    ) -> None:
+        if self._group.is_first:
+            metadata |= {KEY: json.dumps(wanted.depends_on(stage)), "until": self._args.until}
+            tensors.save(content, wanted.file(stage), metadata)
 
-def encode_text(pipe: Any, model: Model, request: stages.Request) -> dict[str, torch.Tensor | None]:
-    """Return the embeddings (1, tokens, channels) of a request's prompts by the pipeline's argument names.
+    def _encode(self, wanted: Video) -> dict[str, torch.Tensor]:
+        """Return the embeddings (1, tokens, channels) of the prompts by the pipeline's argument names.
 
-    Without guidance the negative prompt has None.
-    """
-    with torch.no_grad():
-        positive, negative = pipe.encode_prompt(
-            request.prompt,
-            request.negative_prompt,
-            do_classifier_free_guidance=request.guidance_scale > 1,
-            max_sequence_length=model.transformer["max_text_seq_length"],
+        Without guidance there are none of the negative prompt.
+        """
+        with torch.no_grad():
+            embeddings = self._pipe.encode_prompt(
+                wanted.request.prompt,
+                wanted.request.negative_prompt,
+                do_classifier_free_guidance=wanted.request.guidance_scale > 1,
+                max_sequence_length=self.model.transformer["max_text_seq_length"],
+            )
+        names = ("prompt_embeds", "negative_prompt_embeds")
+        return {name: each for name, each in zip(names, embeddings, strict=True) if each is not None}
+
+    def _sample(self, request: Request, text: dict[str, torch.Tensor]) -> latent_files.Latents:
+        """Return the latents of a request, as the content of a latent file."""
+
+        def unscaled_on_host(latents: torch.Tensor) -> torch.Tensor:
+            return 1 / self.model.vae["scaling_factor"] * to_torch(latents)
+
+        def show_step(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+            if self._show is not None:
+                self._show(unscaled_on_host(kwargs["latents"]))
+            return {}  # the pipeline replaces its variables by those in this dictionary: by none
+
+        sampled = self._pipe(
+            height=request.height,
+            width=request.width,
+            num_inference_steps=request.num_inference_steps,
+            guidance_scale=request.guidance_scale,
+            generator=torch.Generator("cpu").manual_seed(request.seed),
+            **_inputs(request, self.model.kind),
+            **text,
+            callback_on_step_end=show_step if self._show else None,
+            output_type="latent",
+        ).frames  # (1, T, C, H, W)
+        if self._args.cache and self._group.is_first:
+            # As text, the cache is the number of steps that it has skipped.
+            common.say(f"--cache {self._args.cache}: {self._pipe.transformer.step_cache}")
+        # To get whole patches, the pipelines pad the latents before the first frame: the padding is cut off.
+        padding = sampled.shape[1] - self.model.latent_frames(request.frames)
+        return latent_files.Latents(
+            # A latent file has (1, C, T, H, W), the channels before the frames.
+            tensor=unscaled_on_host(sampled)[:, padding:].permute(0, 2, 1, 3, 4).contiguous(),
+            config=dict(self._vae.config),
+            model=self.model.name,
+            fps=self._args.fps,
+            num_frames=request.frames,
         )
-    return {"prompt_embeds": positive, "negative_prompt_embeds": negative}
+
+    def _decode(self, wanted: Video, latents: latent_files.Latents, began: float) -> None:
+        """Write a video and its record."""
+        group, fps = self._group, self._args.fps
+        with group.writing(str(wanted.path), fps) as sink:
+            frames = common.decode_to(sink, self._vae, latents, self._args)
+            if not group.is_first:
+                return
+            # The record comes before its video, which a killed run may leave out. An earlier request's video
+            # goes before both: beside the new record it would be taken for its video.
+            if wanted.path.is_file():
+                whole.resolved(wanted.path).unlink()
+            record = {
+                "format": FORMAT,
+                KEY: wanted.depends_on(),
+                "names": {  # for people: what the video depends on is above
+                    **{"model": self.model.name, "lora": self._args.lora},
+                    **{"image": wanted.request.image, "video": wanted.request.video},
+                },
+                "versions": versions(*TESTED),
+                "frames": frames,
+                "seconds": time.perf_counter() - began,
+            }
+            reports.write_json(wanted.file(Stage.VIDEO), record)
 
 
-def sample(
-    pipe: Any,
-    model: Model,
-    request: stages.Request,
-    embeddings: dict[str, torch.Tensor | None],
-    fps: Fraction,
-    show: Callable[[torch.Tensor], None] | None = None,
-) -> latent_files.Latents:
-    """Generate the latents of a request, and return them as the content of a latent file.
-
-    Args:
-        pipe: the pipeline, loaded by the function of `prepared`.
-        model, request: the model and the request.
-        embeddings: those of the request's prompts, by the pipeline's argument names.
-        fps: frames a second of the video.
-        show: called after each step with its latents (N, T, C, H, W) on the host, as the VAE's decoder takes
-            them: divided by the VAE's scaling factor. None for no call.
-    """
-
-    def unscaled_on_host(latents: torch.Tensor) -> torch.Tensor:
-        return 1 / model.vae["scaling_factor"] * to_torch(latents)
-
-    def show_step(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        if show is not None:
-            show(unscaled_on_host(kwargs["latents"]))
-        return {}  # the pipeline replaces its variables by those in this dictionary: by none
-
-    sampled = pipe(
-        **_arguments(model, request),
-        **embeddings,
-        callback_on_step_end=show_step if show else None,
-        output_type="latent",
-    ).frames  # (1, T, C, H, W)
-    # To get whole patches, the pipelines pad the latents before the first frame: the padding is cut off.
-    padding = sampled.shape[1] - model.latent_frames(request.frames)
-    return latent_files.Latents(
-        # A latent file has (1, C, T, H, W), the channels before the frames.
-        tensor=unscaled_on_host(sampled)[:, padding:].permute(0, 2, 1, 3, 4).contiguous(),
-        config=dict(pipe.vae.config),
-        model=model.name,
-        fps=fps,
-        num_frames=request.frames,
-    )
-
-
-def _arguments(model: Model, request: stages.Request) -> dict[str, Any]:
-    """Return the arguments of the pipeline's call that its kind takes, without the embeddings."""
-    arguments: dict[str, Any] = {
-        "height": request.height,
-        "width": request.width,
-        "num_inference_steps": request.num_inference_steps,
-        "guidance_scale": request.guidance_scale,
-        "generator": torch.Generator("cpu").manual_seed(request.seed),
-    }
-    if model.kind in (TEXT, IMAGE):
-        arguments["num_frames"] = request.frames
-    if model.kind == IMAGE:
-        arguments["image"] = video.read_image(str(request.image))
-    if model.kind == VIDEO:
-        arguments |= {"video": _input_frames(request), "strength": request.strength}
-    if model.kind == CONTROL:
-        arguments["control_video"] = _input_frames(request)
-    return arguments
-
-
-def _input_frames(request: stages.Request) -> list[Any]:
-    """Return the first frames of a request's clip, resized to the request's size, as pictures."""
+def _inputs(request: Request, kind: str) -> dict[str, Any]:
+    """Return the arguments of the call of a kind of pipeline, which other kinds do not have."""
     from PIL import Image
 
-    framing = video.Framing(request.height, request.width)
-    frames = video.read_frames(str(request.video), framing, request.frames)
-    # A frame is (1, 3, H, W) bytes, an image's array (H, W, 3).
-    return [Image.fromarray(frame.squeeze(0).permute(1, 2, 0).numpy()) for frame in frames]
+    def clip() -> list[Any]:
+        framing = video.Framing(request.height, request.width)
+        frames = video.read_frames(str(request.video), framing, request.frames)
+        # A frame is (1, 3, H, W) bytes, an image's array (H, W, 3).
+        return [Image.fromarray(frame.squeeze(0).permute(1, 2, 0).numpy()) for frame in frames]
+
+    return {
+        TEXT: lambda: {"num_frames": request.frames},
+        IMAGE: lambda: {"num_frames": request.frames, "image": video.read_image(str(request.image))},
+        VIDEO: lambda: {"video": clip(), "strength": request.strength},
+        CONTROL: lambda: {"control_video": clip()},
+    }[kind]()

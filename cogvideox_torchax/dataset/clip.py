@@ -13,6 +13,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ KEEP: dict[str, Takers] = {
 FASTEST = 1000
 """Most frames a second that a clip may be resampled to; a higher rate is taken for a mistake."""
 AHEAD_BYTES = 2**30
-"""Most bytes of frames that are read before a clip is encoded; a longer clip is read during its encoding."""
+"""Most bytes of frames that are held before a clip is encoded; a longer clip is decoded again while it is."""
 
 
 @dataclass(frozen=True)
@@ -198,26 +199,28 @@ def local_mesh(dp: int | None, tp: int | None) -> Any:
 
 @dataclass(frozen=True)
 class ClipPart:
-    """The part of a clip to encode, such as a window of it. Its frames may not be read yet.
+    """The part of a clip to encode, such as a window of it.
 
     Attributes:
-        clip, info: the clip, and the properties of its file.
+        clip, info: the clip, and what its file is.
         framing: the size that frames are brought to.
         indices: the frames of the file to encode, in ascending order; a higher rate repeats some.
         length: frames that one `Latents` is made of: with the config's `windows` a window's, else all.
         changes: the changes to the clip's frames, for the latents' `about`.
-        frames: uint8 (1, 3, T, H, W); None for a long clip, which is read while it is encoded.
+        frames: uint8 (1, 3, T, H, W); None for a long clip, which is decoded again while it is encoded.
+        fps: frames a second at which frames are taken; None for every frame.
         sha256: hash of the file; "" if it was not computed.
         stamp: the file's size and time of change before it was read; None for bytes.
     """
 
     clip: Clip
-    info: video.VideoInfo
+    info: video.Video
     framing: video.Framing
     indices: Sequence[int]
     length: int
     changes: dict[str, Any] = field(default_factory=dict)
     frames: torch.Tensor | None = None
+    fps: Fraction | None = None
     sha256: str = ""
     stamp: tuple[int, int] | None = None
 
@@ -227,10 +230,11 @@ class ClipPart:
 
     def stream(self) -> Iterator[torch.Tensor]:
         """Yield the frames, uint8 (1, 3, H, W), one at a time."""
-        if self.frames is None:  # a long clip, which is read only now
-            yield from video.read_frames(self.clip.source, self.framing, self.indices)
-        else:
+        if self.frames is not None:
             yield from self.frames.unbind(2)
+        else:
+            for _, frame in video.Video(self.clip.source).frames(self.fps, self.num_frames):
+                yield video.framed(frame, self.framing)
 
     def windows(self) -> Iterator["ClipPart"]:
         """Yield the clip's windows in order, each with an id of its own, such as "a.mp4/00002"."""
@@ -245,12 +249,17 @@ class ClipPart:
             )
 
 
-def select_part(clip: Clip, config: "ClipConfig", scale: int) -> ClipPart:
-    """Choose the frames of a clip to encode, and their size; the frames are not read yet.
+def read(clip: Clip, config: ClipConfig, scale: int, at_most: int | None = None) -> ClipPart:
+    """Read the part of a clip to encode.
 
     If the config has buckets, one of them gives the number of frames and the size. Otherwise the number of
     frames, the height and the width each come from the clip, or else from the config, or else from the video.
-    `scale`, the pixels to a latent pixel along a side, must divide the height and the width.
+    Frames of more than `AHEAD_BYTES` are only counted.
+
+    Args:
+        clip, config: the clip and the settings.
+        scale: the pixels to a latent pixel along a side; it must divide the height and the width.
+        at_most: most frames to take if neither clip nor config says how many.
 
     Raises:
         VideoError: the video cannot be read.
@@ -259,38 +268,54 @@ def select_part(clip: Clip, config: "ClipConfig", scale: int) -> ClipPart:
     if not isinstance(clip, Clip):
         raise ClipError(f"got a {type(clip).__name__}: give a Clip(id, source)")
     stamp = _stamp(clip.source)  # before the file is read: tells later whether it was changed meanwhile
-    # The whole video is counted for the facts in a data set, and where more than first frames may be taken.
-    is_part = not (clip.id or config.fps or config.windows or config.buckets)
-    info = video.probe(clip.source, (clip.frames or config.frames) if is_part else None)
+    info, fps = video.Video(clip.source), kinds.frame_rate(config.fps) if config.fps else None
+    longest = max((bucket.frames for bucket in config.buckets), default=None)
+    if config.windows:
+        most = clip.frames if longest else None
+    else:  # with buckets, a clip's `frames` is the most that may be taken
+        most = min(clip.frames or longest, longest) if longest else clip.frames or config.frames or at_most
+    frames = info.frames(fps, most)
+    first = list(itertools.islice(frames, longest or 1))  # as many as tell the bucket
     if config.min_size and min(info.height, info.width) < config.min_size:
         raise ClipError(f"{info.path} is {info.height} x {info.width}, at least {config.min_size} are wanted")
-    # The frames of the file that show the clip at the wanted rate, or all frames.
-    indices = info.at_rate(kinds.frame_rate(config.fps)) if config.fps else range(info.num_frames)
-    if config.buckets:
-        if clip.height or clip.width:
-            raise ClipError("it has a height or a width of its own: buckets have theirs")
-        indices = indices[: clip.frames]  # with buckets, the most frames that may be taken; None for all
-        bucket = choose(config.buckets, info, len(indices))
-        # The frames are resized to just cover the bucket, and then cropped to it.
-        length, framing = bucket.frames, video.cover(info, bucket.height, bucket.width)
-    else:
-        height, width = clip.height or config.height, clip.width or config.width
-        framing = video.framing(info, multiple=scale, height=height, width=width, crop=config.crop)
-        length = clip.frames or config.frames or len(indices)
-        if length > len(indices):
-            raise ClipError(f"{info.path} has {len(indices)} frames, {length} are wanted")
+    framing, length = _framing_and_length(clip, config, info, len(first), scale)
+    room = AHEAD_BYTES // (3 * framing.height * framing.width)  # frames of uint8 RGB
+    indices, held = [], []
+    for index, frame in itertools.chain(first, frames):
+        indices.append(index)
+        if len(indices) <= room:
+            held.append(video.framed(frame, framing))
+    length = length or len(indices)
+    if length > len(indices):
+        raise ClipError(f"{info.path} has {len(indices)} frames, {length} are wanted")
     num_windows = len(indices) // length if config.windows else 1  # as many as there are frames for
     taken = indices[: num_windows * length]
     changes = {
         "source_frames": info.num_frames,
         "source_fps": str(info.fps),
         "variable_frame_rate": info.variable,
-        "dropped_frames": len(indices) - len(taken),  # of those at the wanted rate
+        "dropped_frames": info.num_frames - 1 - taken[-1],  # of the file, after the last one that is taken
         "repeated_frames": len(taken) - len(set(taken)),
         "enlarged": round(framing.enlargement(info), 3),
         "first_frame": taken[0],
     }
-    return ClipPart(clip, info, framing, taken, length, changes, stamp=stamp)
+    pixels = torch.stack(held[: len(taken)], dim=2) if len(taken) <= len(held) else None
+    return ClipPart(clip, info, framing, taken, length, changes, pixels, fps, stamp=stamp)
+
+
+def _framing_and_length(
+    clip: Clip, config: ClipConfig, info: video.Video, frames: int, scale: int
+) -> tuple[video.Framing, int | None]:
+    """Return the size that a clip is brought to, and the frames of its latents; None for all of them."""
+    if config.buckets:
+        if clip.height or clip.width:
+            raise ClipError("it has a height or a width of its own: buckets have theirs")
+        bucket = choose(config.buckets, info, frames)
+        # The frames are resized to just cover the bucket, and then cropped to it.
+        return video.cover(info, bucket.height, bucket.width), bucket.frames
+    height, width = clip.height or config.height, clip.width or config.width
+    size = video.framing(info, multiple=scale, height=height, width=width, crop=config.crop)
+    return size, clip.frames or config.frames
 
 
 Chunks = Iterator[Any]
@@ -306,7 +331,6 @@ class _ClipUnit:
         config: model and settings.
         say: called with messages for a user.
         vae: the model, if it is loaded already.
-        fetch: brings a chunk's result to the host.
         follow: wraps the results of a clip's chunks in a progress bar, given them, their number and the
             direction; None for no bar.
     """
@@ -317,14 +341,12 @@ class _ClipUnit:
         say: Callable[[str], None] = print,
         *,
         vae: Any = None,
-        fetch: Callable[[torch.Tensor], torch.Tensor] = runtime.to_torch,
         follow: Callable[[Chunks, int, str], Chunks] | None = None,
     ):
         self.config = config
         self._say = say  # prints a message for the user
         self._vae = vae
         self._hash = ""  # of the model, once it is computed
-        self._fetch = fetch  # brings a chunk's result to the host
         self._follow = follow  # wraps the results of a clip's chunks in a progress bar
 
     @property
@@ -404,14 +426,11 @@ class EncodeClip(_ClipUnit):
     def read(self, clip: Clip) -> ClipPart:
         """Read a clip's frames, resized for the VAE, and compute the hash of its file.
 
-        Frames of more than 1 GiB (`AHEAD_BYTES`) are not read yet. Raise as `__call__` does.
+        Frames of more than 1 GiB (`AHEAD_BYTES`) are only counted. Raise as `__call__` does.
         """
-        part = select_part(clip, self.config, self.vae.spatial_compression_ratio)
+        part = read(clip, self.config, self.vae.spatial_compression_ratio)
         with io.BytesIO(clip.source) if isinstance(clip.source, bytes) else open(clip.source, "rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        num_bytes = 3 * part.num_frames * part.framing.height * part.framing.width  # of uint8 RGB
-        frames = torch.stack(list(part.stream()), dim=2) if num_bytes <= AHEAD_BYTES else None
-        return replace(part, frames=frames, sha256=sha256)
+            return replace(part, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 
     def check(self) -> None:
         """Raise `ClipError` or `SizeError` for a config by which this model can encode no clip."""
@@ -464,7 +483,7 @@ class EncodeClip(_ClipUnit):
         generator = torch.Generator("cpu").manual_seed(seed)
         # By a tensor's name in a latent file: the function that returns the tensor for a posterior.
         takers = KEEP[config.keep]
-        for posterior in self.vae.encode_stream(part.stream(), part.num_frames, fetch=self._fetch):
+        for posterior in self.vae.encode_stream(part.stream(), part.num_frames):
             yield {tensor_name: take(posterior, generator) for tensor_name, take in takers.items()}
 
     def _about(self, part: ClipPart) -> dict[str, Any]:
@@ -489,7 +508,11 @@ class DecodeClip(_ClipUnit):
         return torch.cat(list(self.stream(latents)), dim=2)
 
     def check(self, latents: Latents) -> None:
-        """Raise `LatentsError` for another model's latents, `SizeError` for tiles that do not fit it."""
+        """Raise `LatentsError` for several videos or another model's, `SizeError` for tiles of no use."""
+        if len(latents.tensor) != 1:
+            raise latent_files.LatentsError(
+                f"got latents of {len(latents.tensor)} videos, one is decoded: save each by itself"
+            )
         memory.check_tiling(self.config.tiling, self.vae.spatial_compression_ratio)
         latents.check_model(self.vae.config)
 
@@ -519,14 +542,12 @@ class DecodeClip(_ClipUnit):
                 DECODE,
                 size,
                 latent_frames,
-                lambda: vae.decode_stream(
-                    start(), latent_frames, output_dtype=torch.uint8, fetch=self._fetch
-                ),
+                lambda: vae.decode_stream(start(), latent_frames, output_dtype=torch.uint8),
                 clip_id="",
             )
 
 
-def choose(buckets: Sequence[Bucket], info: video.VideoInfo, frames: int) -> Bucket:
+def choose(buckets: Sequence[Bucket], info: video.Video, frames: int) -> Bucket:
     """Return the bucket whose shape, width over height, is nearest to a video's.
 
     Only buckets of at most `frames` frames count; `ClipError` if there are none. Of equally near buckets the

@@ -19,18 +19,16 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.dataset import formats, loop
+from cogvideox_torchax.dataset import loop
 from cogvideox_torchax.dataset.clip import Clip, ClipPart, DecodeClip, EncodeClip
 from cogvideox_torchax.dataset.names import ClipError, check_file, check_id
 from cogvideox_torchax.files import latents as latent_files, reports, video
 from cogvideox_torchax.files.whole import (
-    WRITING,
     LockedError,
     OutputError,
-    hidden,
+    locked,
     make_directory,
     remove_leftover,
-    reserved,
     whole_file,
 )
 
@@ -55,8 +53,7 @@ class OutputDirectory:
         retry: whether clips that failed in an earlier run are tried again.
 
     Attributes:
-        missing: by the id of each clip that has no output yet: the `Clip` to encode, or the function that
-            reads the latents to decode.
+        missing: by the id of each clip that has no output yet: the `Clip` to encode, or the latent file.
         bad: by id, why a clip's output cannot be made.
         done_before: number of this process's clips that were done before.
         failed: path of the list of clips that failed.
@@ -76,20 +73,21 @@ class OutputDirectory:
 
     def locked(self) -> contextlib.AbstractContextManager[Any]:
         """Lock this process's share for a `with` block; `LockedError` if another run works on it."""
-        # A hidden directory of this name is made and locked: other shares have names of their own.
-        return reserved(self.directory / f"{self.FAILED}-{self.shard.index}", ".lock")
+        return locked(self.directory / f"{self.FAILED}-{self.shard.index}", self.directory)
 
     def save_or_check_settings(self, settings: dict[str, Any]) -> None:
         """Write the settings' file unless it exists; raise `OutputError` if it holds other settings."""
         # Of several processes one writes the file. The others wait until it is there.
+        first = self.directory / f"{self.SETTINGS}-first"
         while not self._settings.exists():
             try:
-                reports.write_json(self._settings, {"format": self.FORMAT, "settings": settings})
-            # Another process is writing the file: it holds the lock, or, on a file system without locks, has
-            # removed the hidden directory in which the file is made.
-            except (FileNotFoundError, LockedError):
+                with locked(first):
+                    if not self._settings.exists():  # nobody has written it before the lock was there
+                        reports.write_json(self._settings, {"format": self.FORMAT, "settings": settings})
+            except LockedError:
                 time.sleep(0.1)
-        remove_leftover(hidden(self._settings, WRITING))  # of a run that was killed after it wrote the file
+        for path in (first, self._settings):
+            remove_leftover(path)
         saved = reports.load(self._settings, self.FORMAT).get("settings")
         check_settings(saved, settings, self._settings)
 
@@ -98,15 +96,13 @@ class OutputDirectory:
 
         `OutputError` if the output exists in a directory without the settings' file.
         """
-        # `source` is the `Clip` to encode, or the function that reads the latents to decode.
         if path.exists():
             if not self._settings.exists():  # a run writes it before its first output
                 raise OutputError(
                     f"{self.directory} has {path.name} and no {self.SETTINGS}, so this command has not made "
                     "it: give another directory"
                 )
-            # A run that was killed after it had put the output in place may have left its hidden directory.
-            remove_leftover(hidden(path, WRITING))
+            remove_leftover(path)
             self.done_before += 1
         elif clip_id in self._failed_before:
             self.bad[clip_id] = self._failed_before[clip_id]
@@ -282,7 +278,7 @@ class VideoDirectory(OutputDirectory):
     """A directory of videos. The method `work` decodes the clips whose videos are not there yet.
 
     Args:
-        files: files of latents, of one clip or several.
+        files: latent files, one a clip.
         fps: frames a second; None for each clip's own.
         directory, shard, retry: as for `OutputDirectory`; without a shard, this process has all clips.
 
@@ -305,49 +301,47 @@ class VideoDirectory(OutputDirectory):
         super().__init__(directory, shard or ProcessShard(), retry=retry)
         self._fps = fps
         refused: dict[str, str] = {}
-        entries = list(self._valid_entries(files, refused))  # pairs (id, function that reads the latents)
+        clips = self._clips(files, refused)
         # Every process meets a file that cannot be read, and a clip whose video cannot have its name; the
         # first process alone reports them.
         if self.shard.index == 0:
             self.bad |= refused
-        for clip_id, read in entries[self.shard.index :: self.shard.count]:
-            self.add(clip_id, self._path(clip_id), read)
+        for clip_id in list(clips)[self.shard.index :: self.shard.count]:
+            self.add(clip_id, self._path(clip_id), clips[clip_id])
 
-    def _valid_entries(self, files: Sequence[Path], refused: dict[str, str]) -> Iterator[formats.Entry]:
-        """Yield the entries, (id, function that reads latents), of the clips whose videos can be written.
+    def _clips(self, files: Sequence[Path], refused: dict[str, str]) -> dict[str, Path]:
+        """Return by id the latent files of the clips whose videos can be written.
 
         `refused` gets the reasons: by id for other clips, and by path for files that cannot be read.
         """
-        file_entries: list[tuple[Path, formats.Entry]] = []
+        ids: dict[Path, Any] = {}
         for file in files:
             try:
-                file_entries += [(file, entry) for entry in formats.entries(file)]
+                ids[file] = latent_files.about(file).get("id", file.stem)  # any value, in a broken file
             except latent_files.LatentsError as error:
                 refused[str(file)] = str(error)
-        # A broken file may have any value as an id: `check_id` refuses it.
-        paths = {self._path(clip_id) for _, (clip_id, _) in file_entries if isinstance(clip_id, str)}
-        owners: dict[Path, str] = {}  # by a video's path: words for its clip, the first one of that path
-        for file, (clip_id, read) in file_entries:
+        paths = {self._path(clip_id) for clip_id in ids.values() if isinstance(clip_id, str)}
+        owners: dict[Path, Path] = {}  # by a video's path: the first latent file of that path
+        for file, clip_id in ids.items():
             try:
                 check_id(clip_id)
                 path = self._path(clip_id)
                 # The video may not be below another one, nor below the settings' file.
                 check_file(clip_id, path, self.directory, {*paths, self._settings})
-                if path in owners:
-                    raise ClipError(f"its video would replace {owners[path]}: give it another id")
-                owners[path] = f"{clip_id}'s in {file}"
-                yield clip_id, read
+                if (owner := owners.setdefault(path, file)) != file:
+                    raise ClipError(f"its video would replace that of {owner}: give it another id")
             except ClipError as error:
                 refused[str(clip_id)] = f"{file}: {error}"
+        return {ids[file]: file for file in owners.values()}
 
     def _path(self, clip_id: str) -> Path:
         return self.directory / f"{clip_id.removesuffix('.mp4')}.mp4"
 
     def first_latents(self) -> latent_files.Latents | None:
         """Return the first readable latents of a clip that has no video yet; None if there are none."""
-        for read in self.missing.values():  # by a clip's id, the function that reads its latents
+        for file in self.missing.values():
             with contextlib.suppress(*loop.READING_ERRORS):  # `work` meets the error again, and reports it
-                return read()
+                return latent_files.load(file)
         return None
 
     def work(self, unit: DecodeClip, *, readers: int = loop.READERS) -> Iterator[loop.Step]:
@@ -362,7 +356,7 @@ class VideoDirectory(OutputDirectory):
 
         return loop.work(
             jobs=self.missing,
-            read=lambda clip_id: (clip_id, self.missing[clip_id]()),
+            read=lambda clip_id: (clip_id, latent_files.load(self.missing[clip_id])),
             compute=decode,
             write=lambda *_: None,  # `decode` has written the video, as its frames came
             refuse=self.refuse,

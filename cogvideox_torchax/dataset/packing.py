@@ -1,13 +1,11 @@
-"""Pack a directory of latent files into shards: Parquet, WebDataset, or safetensors of several clips."""
+"""Pack a directory of latent files into shards of Parquet or WebDataset."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 from cogvideox_torchax.dataset import formats, sources
 from cogvideox_torchax.dataset.directory import check_settings
-from cogvideox_torchax.dataset.names import ClipError
-from cogvideox_torchax.files import latents as latent_files
-from cogvideox_torchax.files.whole import WRITING, check_output, hidden, refuse, remove_leftover, whole_file
+from cogvideox_torchax.files import kinds, latents as latent_files, whole
 
 
 def pack(
@@ -25,7 +23,7 @@ def pack(
     Args:
         directory: holds latent files, which may be in directories of any depth.
         output: directory of the shards `latents-00000` and so on; it must not exist, or be empty.
-        kind: a format of `formats.SUFFIXES`.
+        kind: a format of `kinds.SUFFIXES`.
         shard_size: number of clips in a shard; the last one has the remainder.
         say: is told how many files are left out, as hidden or discarded.
 
@@ -35,32 +33,21 @@ def pack(
     Raises:
         LatentsError, ClipError: a latent file is broken, or there are none.
         OutputError: the output cannot be written, or the latents are of several settings.
-        ImportError: pyarrow is not installed.
+        ImportError: pyarrow or webdataset is not installed.
     """
-    if Path(directory).is_file():
-        raise ClipError(f"{directory} is a file: give a directory that `encode` has written")
-    if kind == formats.PARQUET:
-        formats.pyarrow()  # raises before the work, not after it
-    output = check_output(output)
-    # A run that was killed after it had put the output in place may have left its hidden directory.
-    remove_leftover(hidden(output, WRITING))
-    refuse(
-        output,
-        (
-            output.is_file() or (output.is_dir() and any(output.iterdir())),
-            "it is not empty; give a new directory, or an empty one",
-        ),
-    )
+    formats.libraries()  # raises before the work, not after it
+    output = whole.check_output(output)
+    whole.remove_leftover(output)
+    is_used = output.is_file() or (output.is_dir() and any(output.iterdir()))
+    whole.refuse(output, (is_used, "it is not empty; give a new directory, or an empty one"))
     files = sources.latent_files(Path(directory), say)
-    if not files:
-        raise ClipError(f"{directory} holds no latent files: give a directory that `encode` has written")
     # All files must have the first file's settings; `check_settings` refuses a first file that has none.
     settings = latent_files.about(files[0]).get("settings")
     for file in files:
         check_settings(latent_files.about(file).get("settings"), settings or {}, file)
     starts = range(0, len(files), shard_size)
-    with whole_file(output, directory=True) as place:
+    with whole.whole_file(output, directory=True) as place:
         for number, start in enumerate(starts):
             members = list(enumerate(files[start : start + shard_size], start))  # (clip's number, file)
-            formats.write(kind, members, place / f"latents-{number:05}{formats.SUFFIXES[kind]}")
+            formats.write(kind, members, place / f"latents-{number:05}{kinds.SUFFIXES[kind]}")
     return len(files), len(starts)

@@ -7,6 +7,7 @@ actor dies, Ray has another one do its work, unless the result was written alrea
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -16,9 +17,6 @@ from cogvideox_torchax.dataset.clip import Clip, ClipConfig, EncodeClip
 from cogvideox_torchax.dataset.directory import LatentDirectory, write_at_once
 from cogvideox_torchax.dataset.loop import COMPUTING_ERRORS, READING_ERRORS, Step, attempt
 from cogvideox_torchax.files.extras import needing
-
-RETRIES = 100
-"""Restarts of an actor, and attempts at a clip, before the work fails."""
 
 
 class ClipActor:
@@ -35,14 +33,18 @@ class ClipActor:
         """
         clip, path = Clip(**json.loads(row["clip"])), Path(row["path"])
         abouts, reason = None, None
+        reading_began = computing_began = time.perf_counter()
         if not path.exists():  # else an actor has written it, and died before it could return
             part, reason = attempt(self._unit.read, clip, READING_ERRORS)
+            computing_began = time.perf_counter()
             if reason is None:
                 # `attempt` calls the function with `part`.
                 abouts, reason = attempt(
                     lambda part: write_at_once(self._unit, part, path), part, COMPUTING_ERRORS
                 )
-        return {"id": clip.id, "result": json.dumps(abouts or []), "error": reason or ""}
+        seconds = computing_began - reading_began, time.perf_counter() - computing_began
+        outcome = {"result": json.dumps(abouts or []), "error": reason or ""}
+        return {"id": clip.id, **outcome, "waited": seconds[0], "computed": seconds[1]}
 
 
 def work(
@@ -92,8 +94,8 @@ def dealt(
 
     Args:
         rows: the work, at least one row.
-        actor: a class whose objects are called with a row. They return its "id", its "result" as JSON, and an
-            "error", "" for none.
+        actor: a class whose objects are called with a row. They return its "id", its "result" as JSON, an
+            "error", "" for none, and the seconds that they "waited" for the input and "computed", if known.
         arguments: of the class.
         chips: number of chips that one actor takes if the cluster has TPUs; else it takes a CPU.
         refuse: called with the id of a row that failed and the reason.
@@ -114,16 +116,14 @@ def dealt(
             actor,
             fn_constructor_args=arguments,
             compute=ray.data.ActorPoolStrategy(size=actors or max(cluster_chips // chips, 1)),
-            max_restarts=RETRIES,
-            max_task_retries=RETRIES,
             # With chips no CPU is reserved: the chips alone limit the actors on a host.
             **({"num_cpus": 0, "resources": {"TPU": chips}} if cluster_chips else {"num_cpus": 1}),
         )
         for row in results.iter_rows():
             if row["error"]:
                 refuse(row["id"], row["error"])
-            # An actor's seconds are not measured.
-            yield Step(row["id"], row["error"] or None, 0.0, 0.0, json.loads(row["result"]))
+            seconds = row.get("waited", 0.0), row.get("computed", 0.0)
+            yield Step(row["id"], row["error"] or None, *seconds, json.loads(row["result"]))
 
 
 def _connected(ray: Any, address: str | None) -> Any:

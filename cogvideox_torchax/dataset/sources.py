@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.dataset import formats
 from cogvideox_torchax.dataset.clip import Clip
 from cogvideox_torchax.dataset.names import ClipError, check_ids
 from cogvideox_torchax.files import reports, video
@@ -121,13 +120,17 @@ def fields_of(line: str, path: Path, key: str, types: Mapping[str, type], owner:
     without the `key`.
     """
     try:
-        fields: dict[str, Any] = {key: line} if path.suffix == ".txt" else dict(reports.parse(line))
+        in_text = path.suffix.lower() == ".txt"
+        fields: dict[str, Any] = {key: line} if in_text else dict(reports.parse(line))
+        fields = {name: value for name, value in fields.items() if value is not None}  # null is absent
         fields[key]  # for its error
     except (KeyError, TypeError, ValueError) as error:
         raise ClipError(f"an object with a {key} is wanted, got {line[:80]}") from error
     for name, value in fields.items():
         if name not in types:
-            raise ClipError(f"got {name}, which no {owner} has")
+            raise ClipError(f"got {name}, which no {owner} has: it may have {', '.join(types)}")
+        if types[name] is int and isinstance(value, float) and value.is_integer():
+            fields[name] = value = int(value)  # a column with an empty cell has floats
         wanted_type, lowest = types[name], 0 if name == "seed" else 1
         # Not `isinstance`, for which a bool is an int. JSON may have 6 for 6.0.
         is_wanted = type(value) is wanted_type or (wanted_type is float and type(value) is int)
@@ -160,34 +163,19 @@ def _relative_name(file: Path, directory: Path) -> str:
     return file.name if ".." in below.parts else below.as_posix()
 
 
-def latent_files(
-    directory: Path,
-    say: Callable[[str], None] = print,
-    suffixes: tuple[str, ...] = (formats.SUFFIXES[formats.SAFETENSORS],),
-) -> list[Path]:
-    """Return the files in a directory and below it with one of the suffixes, ordered by their paths.
+def latent_files(directory: Path, say: Callable[[str], None] = print) -> list[Path]:
+    """Return the latent files in a directory and below it, ordered by their paths; files in the making not.
 
-    Files of unfinished outputs are left out.
+    Raises:
+        ClipError: there are none.
     """
-    files = files_below(
-        directory,
-        lambda path: (
-            path.suffix in suffixes
-            and not any(part.endswith(WRITING) for part in path.relative_to(directory).parts)
-            and path.is_file()
-        ),
-        say,
-        DISCARDED,  # and no more: an id, and so the path of its latents, may begin with a dot
-    )
-    return sorted(files)
 
+    def is_wanted(path: Path) -> bool:
+        is_whole = not any(part.endswith(WRITING) for part in path.relative_to(directory).parts)
+        return path.suffix == ".safetensors" and is_whole and path.is_file()
 
-def shards(directory: Path, say: Callable[[str], None] = print) -> list[Path]:
-    """Return the files of latents in a directory and below it; `ClipError` if there are none."""
-    suffixes = tuple(formats.SUFFIXES.values())
-    files = latent_files(directory, say, suffixes)
+    # No more than `DISCARDED`: an id, and so the path of its latents, may begin with a dot.
+    files = files_below(directory, is_wanted, say, DISCARDED) if directory.is_dir() else []
     if not files:
-        raise ClipError(
-            f"{directory} holds no latents: they end in {', '.join(suffixes)}; encode videos first"
-        )
-    return files
+        raise ClipError(f"{directory} holds no latent files (.safetensors): encode videos first")
+    return sorted(files)

@@ -5,8 +5,7 @@ import re
 from fractions import Fraction
 from pathlib import Path
 
-SAFETENSORS, PARQUET, WEBDATASET = "safetensors", "parquet", "webdataset"
-SUFFIXES = {SAFETENSORS: ".safetensors", PARQUET: ".parquet", WEBDATASET: ".tar"}
+SUFFIXES = {"parquet": ".parquet", "webdataset": ".tar"}
 """By format, the suffix of a shard's file."""
 LISTS = (".txt", ".jsonl")
 """Suffixes of lists of clips."""

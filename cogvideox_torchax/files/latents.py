@@ -1,11 +1,8 @@
-"""Read and write latent files: safetensors whose metadata is a JSON object with all that decoding needs.
-
-A *shard* is a safetensors file with the latents of several clips.
-"""
+"""Read and write latent files: safetensors whose metadata is a JSON object with all that decoding needs."""
 
 import json
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -118,49 +115,16 @@ def dumps(latents: Latents) -> bytes:
     return tensors.serialized(latents.tensors, latents.metadata())
 
 
-def save_shard(clips: Iterable[Latents], path: str | Path) -> None:
-    """Write the latents of several clips into one safetensors file, whole or not at all.
-
-    A clip's tensors are named `ID/latents`, `ID/logvar` and so on, by the "id" in its `about`. The JSON
-    object in the file's metadata has under "clips", by id, the fields that each clip's own file would have.
-    """
-    shard_tensors: dict[str, torch.Tensor] = {}
-    clip_fields: dict[str, Any] = {}
-    for latents in clips:
-        clip_id = latents.about["id"]
-        shard_tensors |= {f"{clip_id}/{name}": tensor for name, tensor in latents.tensors.items()}
-        clip_fields[clip_id] = latents.fields
-    tensors.save(shard_tensors, path, {KEY: json.dumps({"format": FORMAT, "clips": clip_fields})})
-
-
-def shard_ids(path: Path) -> list[str] | None:
-    """Return the ids of the clips in a file of `save_shard`; None for any other safetensors file."""
-    clips = _fields_by_clip_id(_parsed(path, tensors.metadata(path, LatentsError)))
-    return None if clips is None else list(clips)
-
-
-def _fields_by_clip_id(value: Any) -> dict[str, Any] | None:
-    """Return the clips' fields in a shard's JSON value; None for the JSON value of another file."""
-    clips = value.get("clips") if isinstance(value, dict) else None
-    return clips if isinstance(clips, dict) else None
-
-
-def load(path: str | Path, clip_id: str | None = None) -> Latents:
-    """Read a latent file, or the clip `clip_id` of a file of `save_shard`.
+def load(path: str | Path) -> Latents:
+    """Read a latent file.
 
     Raises:
         LatentsError: the file is missing or broken; the message names a broken field.
     """
     if not Path(path).is_file():
         raise LatentsError(f"there is no file {path}")
-    # The names of a clip's tensors in a shard begin with "ID/". Only these tensors are read, and are returned
-    # under the names that they have in a latent file.
-    metadata, clip_tensors = tensors.load(path, LatentsError, prefix="" if clip_id is None else f"{clip_id}/")
-    fields = _parsed(path, metadata)
-    if clip_id is not None:
-        # None if the file is no shard, or lacks the clip: `from_fields` refuses it.
-        fields = (_fields_by_clip_id(fields) or {}).get(clip_id)
-    return from_fields(path, fields, clip_tensors)
+    metadata, file_tensors = tensors.load(path, LatentsError)
+    return from_fields(path, _parsed(path, metadata), file_tensors)
 
 
 def about(path: Path) -> dict[str, Any]:
@@ -171,7 +135,7 @@ def about(path: Path) -> dict[str, Any]:
 def loads(data: bytes, name: str | Path) -> Latents:
     """Return the latents of a latent file from its bytes; errors call the file `name`."""
     with tensors.readable(name, LatentsError):
-        file_tensors = deserialized(data)  # safetensors cannot load while torchax is on
+        file_tensors = deserialized(data)
     # The file begins with the length of its JSON header, in eight bytes; `deserialized` drops the metadata.
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return from_fields(name, _parsed(name, header.get("__metadata__", {})), file_tensors)
@@ -210,8 +174,6 @@ def _checked(path: str | Path, fields: Any) -> dict[str, Any]:
     """Check the JSON value of a latent file; return those of its fields that are arguments of `Latents`."""
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise _foreign(path)
-    if _fields_by_clip_id(fields) is not None:
-        raise LatentsError(f"{path} is a shard of a data set: decode its directory, into another one")
     # `_CHECKS` has a name's check and, for the error, words for what is valid. It begins with "config". Then
     # come the config's `FACTORS`, which are checked one by one, so that an error names the factor.
     for name, (is_valid, wanted) in _CHECKS.items():

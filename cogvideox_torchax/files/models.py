@@ -1,6 +1,7 @@
 """Find models in directories and on the Hugging Face hub, and save them in the format that they came in."""
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,9 +81,11 @@ def _snapshot(repository: str, patterns: list[str], hub_options: dict[str, Any])
 
 def not_on_hub(repository: str, error: Exception) -> ModelError:
     """Return the error for a repository that neither the hub nor its cache has."""
+    # The first sentence: huggingface_hub goes on with addresses and advice of its own.
+    reason = re.split(r"(?<=[.!?])\s", " ".join(str(error).split()), maxsplit=1)[0]
     return ModelError(
         f"cannot load {repository} from the hub, nor from its cache on this machine: check the name and the "
-        f"network, or give a local directory ({' '.join(str(error).split())[:200]})"
+        f"network, or give a local directory ({reason})"
     )
 
 

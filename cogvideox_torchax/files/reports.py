@@ -1,4 +1,4 @@
-"""Reports: JSON files that name their format, Markdown tables, and plots by matplotlib."""
+"""Reports: JSON files that name their format, Markdown tables, matplotlib plots, and what commands print."""
 
 import json
 from collections.abc import Sequence
@@ -64,3 +64,15 @@ def save_figure(figure: Any, path: Path) -> None:
     with whole_file(path) as temporary:
         figure.savefig(temporary, dpi=110, format="png")
     pyplot().close(figure)
+
+
+def print_report(report: dict[str, Any], as_json: bool = False) -> None:
+    width = max(len(key) for key in report)
+    rows = (f"  {key.replace('_', ' '):<{width}}  {_shown(value)}" for key, value in report.items())
+    print(json.dumps(report) if as_json else "\n".join(rows))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 0.01 else f"{value:.2f}"
+    return str(value)

@@ -28,17 +28,13 @@ def save(tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: dict[s
 
 
 def load(
-    path: str | Path, refused: type[ValueError] = ValueError, prefix: str = ""
+    path: str | Path, refused: type[ValueError] = ValueError
 ) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """Return a safetensors file's metadata and tensors; raise the error class `refused` if it is broken.
-
-    Only tensors whose names begin with `prefix` are read, and are returned without the prefix.
-    """
+    """Return a safetensors file's metadata and tensors; raise the error class `refused` if it is broken."""
     # The file is opened once: if another process replaces it, metadata and tensors are of one version.
     with readable(path, refused), safe_open(path, framework="pt") as file:
         # `file` is no dict, and can only be iterated over by `keys`.
-        names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
-        return file.metadata() or {}, {n.removeprefix(prefix): file.get_tensor(n) for n in names}
+        return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def metadata(path: str | Path, refused: type[ValueError]) -> dict[str, str]:

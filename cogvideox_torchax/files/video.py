@@ -4,7 +4,6 @@ PyAV binds FFmpeg. A *packet* is a frame, or some sound, as it is stored; `pts` 
 stream's clock, which are `time_base` seconds long.
 """
 
-import bisect
 import collections
 import contextlib
 import io
@@ -13,8 +12,8 @@ import logging
 import math
 import re
 import struct
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -24,6 +23,7 @@ import torch
 from PIL import Image, ImageOps
 
 from cogvideox_torchax import upstream
+from cogvideox_torchax.files import faults
 from cogvideox_torchax.files.extras import needing
 from cogvideox_torchax.files.whole import check_output, refuse, resolved, whole_file
 
@@ -39,8 +39,6 @@ SUFFIXES = (
 """Suffixes by which the videos in a directory are found; see `is_video`."""
 MOVING = {".avif": b"avis", ".webp": b"ANIM"}
 """By a suffix that still pictures have too: what is among the first bytes of a file that moves."""
-ONE_EACH = ("av1", "h264", "hevc", "vp9")
-"""Codecs of which each packet is a frame, from the first frame that is shown on."""
 
 # FFmpeg's names of the formats of pictures. A file in one of them is one frame, whatever follows in it.
 PICTURE = re.compile(r"image2|\w+_pipe")
@@ -55,8 +53,6 @@ LONGEST = 600
 """Most seconds that a frame may last: .gif and .mp4 cannot store many more."""
 LARGEST = 16_384
 """Most pixels along a side of a frame in H.264."""
-COPIED_AUDIO_CODECS = ("aac", "ac3", "alac", "eac3", "mp3", "opus")
-"""Codecs of sound that an .mp4 can hold: such sound is copied, other sound is left out."""
 BT709, BT601 = 1, 6
 """The numbers in ITU-T H.273 of two color standards: of HD television, and of television in 525 lines."""
 HD_ROWS = 720
@@ -72,73 +68,21 @@ class VideoError(ValueError):
 # Reading
 
 
-@dataclass(frozen=True)
-class VideoInfo:
-    """The properties of a video file.
-
-    Attributes:
-        path: of the file; for a video in bytes, words for messages.
-        height, width: of a frame, upright, in pixels as they are stored.
-        fps: frames a second, on average.
-        num_frames: number of frames that are shown; an edit list may hide others.
-        times: seconds after the first frame at which each is shown; empty if the file does not say.
-        tick: period of the clock of `times`, in seconds.
-        sound: the codec of the sound track; "" for none, "unknown" if FFmpeg has no decoder.
-        pixel: the width over the height of a pixel as it is shown, which need not be square.
-    """
-
-    path: Path
-    height: int
-    width: int
-    fps: Fraction
-    num_frames: int
-    times: tuple[Fraction, ...] = ()
-    tick: Fraction = Fraction(0)
-    sound: str = ""
-    pixel: Fraction = Fraction(1)
-
-    @property
-    def shape(self) -> Fraction:
-        """A frame's width over its height, as it is shown."""
-        return self.width * self.pixel / self.height
-
-    @property
-    def gaps(self) -> tuple[Fraction, Fraction]:
-        """Shortest and longest time from a frame to the next, in seconds; (0, 0) without two `times`."""
-        seconds = [b - a for a, b in itertools.pairwise(self.times)]
-        return (min(seconds), max(seconds)) if seconds else (Fraction(0), Fraction(0))
-
-    @property
-    def variable(self) -> bool:
-        """True if the frame rate varies."""
-        shortest, longest = self.gaps
-        # Times are whole ticks, so at a steady rate the gaps may differ by one tick. Where a gap is four
-        # ticks or shorter, one tick is a large part of it, and any difference counts as varying.
-        return longest - shortest > (self.tick if 4 * self.tick < shortest else 0)
-
-    def at_rate(self, fps: Fraction) -> list[int]:
-        """Return the indices of the frames that show the video at another rate.
-
-        For each multiple of 1 / `fps` seconds the frame nearest in time is taken, so an index may be left out
-        or repeated.
-        """
-        times = self.times or [index / self.fps for index in range(self.num_frames)]
-        # The times half-way between two frames, from which on the second of the two is nearer.
-        borders = [(a + b) / 2 for a, b in itertools.pairwise(times)]
-        # Multiples are counted up to half a frame after the last frame's time.
-        count = math.floor((times[-1] + 1 / self.fps / 2) * fps) + 1
-        # The number of borders before a time is the index of the frame that is nearest to it.
-        return [bisect.bisect_left(borders, index / fps) for index in range(count)]
-
-
 def is_video(path: Path) -> bool:
     """Return whether a file in a directory counts as a video, by its suffix; a still picture does not."""
     suffix = path.suffix.lower()
     return (
         suffix in SUFFIXES
         and path.is_file()
-        and (suffix not in MOVING or MOVING[suffix] in path.read_bytes()[:64])
+        and (suffix not in MOVING or MOVING[suffix] in _first_bytes(path, 64))
     )
+
+
+def _first_bytes(source: Source, count: int) -> bytes:
+    if isinstance(source, bytes):
+        return source[:count]
+    with open(source, "rb") as file:
+        return file.read(count)
 
 
 def _av() -> Any:
@@ -150,188 +94,236 @@ def _av() -> Any:
     return av
 
 
-def _name_for_messages(source: Source) -> Path:
-    return Path("the video") if isinstance(source, bytes) else Path(source)
+@dataclass
+class Video:
+    """A video file, which is read once, as a stream: what it is, is known when `frames` has ended.
 
-
-@contextlib.contextmanager
-def _opened(source: Source, **options: str) -> Iterator[tuple[Any, Any]]:
-    """Open a video file; yield PyAV's container and stream. FFmpeg's errors turn into `VideoError`."""
-    # `options` are FFmpeg's options for reading the file, by name.
-    av, path = _av(), _name_for_messages(source)
-    if not isinstance(source, bytes):
-        if not path.exists():
-            raise VideoError(f"there is no file {path}")
-        if path.is_dir():
-            raise VideoError(f"{path} is a directory: give a video file")
-    try:
-        # In a relative name FFmpeg takes the text before a colon for a protocol; after a slash it does not.
-        file = io.BytesIO(source) if isinstance(source, bytes) else str(path.absolute())
-        with av.open(file, options=options) as container:
-            stream = _main_stream(container, "video")
-            if stream is None:
-                raise VideoError(f"{path} has no video stream")
-            yield container, stream
-    except av.error.FFmpegError as error:
-        reason = error.strerror or type(error).__name__
-        raise VideoError(
-            f"{path} cannot be read as a video ({reason}): it is truncated or not a video"
-        ) from error
-
-
-def _main_stream(container: Any, kind: str) -> Any:
-    """Return the best stream of a `kind`, "video" or "audio", by FFmpeg; None without one."""
-    # A still cover picture, which FFmpeg counts as video, is left out.
-    still = _av().stream.Disposition.attached_pic
-    moving = [each for each in getattr(container.streams, kind) if still not in each.disposition]
-    best = container.streams.best(kind)
-    return best if best in moving else next(iter(moving), None)
-
-
-def _shown(source: Source) -> Iterator[Any]:
-    """Yield the frames that the decoder shows; FFmpeg's errors turn into `VideoError`.
-
-    As FFmpeg does, leave out packets before the first frame, which may lack those that they refer to.
+    Attributes:
+        source: its path, or its bytes.
+        height, width: of a frame, upright, in pixels as they are stored; known from the first frame on.
+        pixel: the width over the height of a pixel as it is shown, which need not be square.
+        times: seconds after the first frame at which each frame that was decoded is shown. A frame for which
+            the file does not say so, or says an earlier time than that of the frame before, follows that one
+            at the header's rate.
+        num_frames: number of frames that are shown, or of packets if the rest was not decoded. An edit list
+            may hide others.
+        tick: period of the clock of `times`, in seconds.
+        announced: frames a second that the header names, if it does.
     """
-    with _opened(source) as (container, stream):
-        stream.thread_type = "AUTO"  # decodes on several threads
-        frame, path = None, _name_for_messages(source)
-        is_picture = PICTURE.fullmatch(container.format.name) or (
-            # FFmpeg takes a JPEG for M-JPEG if another one follows, such as a phone's second view.
-            container.format.name == "mjpeg" and (path.suffix.lower() in JPEG or _has_views(source))
+
+    source: Source
+    height: int = 0
+    width: int = 0
+    pixel: Fraction = Fraction(1)
+    times: list[Fraction] = field(default_factory=list)
+    num_frames: int = 0
+    tick: Fraction = Fraction(0)
+    announced: tuple[Fraction, ...] = (Fraction(25),)  # FFmpeg's default
+
+    @property
+    def path(self) -> Path:
+        """The path of the file; for a video in bytes, words for messages."""
+        return Path("the video") if isinstance(self.source, bytes) else Path(self.source)
+
+    @property
+    def shape(self) -> Fraction:
+        """A frame's width over its height, as it is shown."""
+        return self.width * self.pixel / self.height
+
+    @property
+    def variable(self) -> bool:
+        """True if the frame rate varies among the decoded frames."""
+        gaps = [b - a for a, b in itertools.pairwise(self.times)] or [Fraction(0)]
+        # Times are whole ticks, so at a steady rate the gaps may differ by one tick. Where a gap is four
+        # ticks or shorter, one tick is a large part of it, and any difference counts as varying.
+        return max(gaps) - min(gaps) > (self.tick if 4 * self.tick < min(gaps) else 0)
+
+    @property
+    def fps(self) -> Fraction:
+        """Frames a second, on average: the first announced rate that fits the times, or that of the times."""
+        if len(self.times) < 2:
+            return self.announced[0]
+        frames, seconds = len(self.times) - 1, self.times[-1]
+        # FFmpeg's integers have 32 bits.
+        of_times = (frames / seconds).limit_denominator(100_000) or Fraction(1, 100_000)
+        rounding = math.inf if self.variable else 2 * self.tick  # seconds, but at most half a frame's
+        fitting = (
+            rate
+            for rate in (*self.announced, Fraction(round(of_times)))  # as times are rounded to milliseconds
+            if rate and abs(rate * seconds - frames) <= min(rate * rounding, 0.5)
         )
-        for packet in container.demux(stream):
-            try:
-                for frame in packet.decode():
-                    yield frame
-                    if is_picture:
-                        return
-            except _av().error.InvalidDataError:
-                if frame:
-                    raise
+        return next(fitting, of_times)
 
+    def frames(self, fps: Fraction | None = None, at_most: int | None = None) -> Iterator[tuple[int, Any]]:
+        """Yield frames as FFmpeg decodes them, each with its number in the file.
 
-def _has_views(source: Source) -> bool:
-    """Return whether a JPEG says that more pictures follow, by the MP format of CIPA DC-007."""
-    if isinstance(source, bytes):
-        return b"MPF\0" in source[:HEAD]
-    with open(source, "rb") as file:
-        return b"MPF\0" in file.read(HEAD)
+        When enough are taken, the rest of the file is counted, and not decoded. Video of high dynamic range
+        is named in the log, for its colors are not mapped to the usual range; so is damage.
 
+        Args:
+            fps: frames a second to take: for each multiple of 1 / `fps` seconds the frame nearest in time, so
+                a frame may be left out or repeated. None for each frame once.
+            at_most: number of frames to take; None for all.
 
-def _is_ascending(ticks: Sequence[int | None]) -> bool:
-    return None not in ticks and all(a < b for a, b in itertools.pairwise(ticks))  # pyright: ignore
+        Raises:
+            VideoError: no file, no video, no frames, frames of several sizes, or fewer than are announced.
+        """
+        taken, self._is_enough = 0, False
+        for number, ((time, frame), (later, _)) in enumerate(itertools.pairwise(self._decoded())):
+            # Half-way to the next frame, that one becomes nearer.
+            until = number + 1 if fps is None else math.floor((time + later) / 2 * fps) + 1
+            until = until if at_most is None else min(until, at_most)
+            yield from itertools.repeat((number, frame), until - taken)
+            taken = max(until, taken)
+            self._is_enough = taken == at_most
 
+    def _decoded(self) -> Iterator[tuple[Fraction, Any]]:
+        """Yield the time and the frame of each that the decoder shows, and at last the time of the end, None.
 
-def probe(source: Source, at_most: int | None = None) -> VideoInfo:
-    """Read a video's size, rate, number of frames and times; decode frames only to count them.
+        As FFmpeg does, leave out packets before the first frame, which may lack those that they refer to.
+        """
+        self.times = []
+        with self._opened() as (container, stream):
+            stream.thread_type = "AUTO"  # decodes on several threads
+            self.tick = stream.time_base
+            rates = (stream.average_rate, stream.guessed_rate)
+            self.announced = tuple(filter(None, rates)) or type(self).announced
+            is_picture = self._is_picture(container)
+            stored = shown = 0  # packets
+            end = longest = previous = Fraction(0)  # seconds
+            for packet in container.demux():
+                if packet.pts is not None:
+                    end = max(end, (packet.pts + (packet.duration or 0)) * packet.time_base)
+                if packet.stream is not stream:
+                    continue
+                if packet.size:  # the last one has none
+                    seconds = (packet.pts or 0) * self.tick
+                    longest, previous = max(longest, abs(seconds - previous) * (stored > 0)), seconds
+                    stored, shown = stored + 1, shown + (not packet.is_discard)
+                try:
+                    for frame in () if self._is_enough else packet.decode():
+                        self._note(frame, stream)
+                        yield self.times[-1], frame
+                        self._is_enough = self._is_enough or is_picture
+                        if self._is_enough:
+                            break
+                except _av().error.InvalidDataError:
+                    if self.times:
+                        raise
+            self._check_end(container, stream, stored, end, longest)
+            rest_is_counted = self._is_enough and not is_picture
+            self.num_frames = max(len(self.times), shown * rest_is_counted)
+        yield self.times[-1] + 1 / self.fps, None
 
-    The packets of an .mp4, .mov or .avi are its frames in most codecs. In other files a packet may show none.
-    Video of high dynamic range is named in the log, for its colors are not mapped to the usual range.
-
-    Args:
-        source: path or bytes of the video file.
-        at_most: number of first frames that the result is about, and that are decoded; None for all.
-
-    Raises:
-        VideoError: no file, no video, no frames, or fewer frames than the header announces.
-    """
-    path = _name_for_messages(source)
-    with _opened(source) as (container, stream):
-        packets = [  # their times, in ticks, of showing and of decoding; None for a packet without
-            (packet.pts, packet.dts)
-            for packet in container.demux(stream)
-            if packet.size and not packet.is_discard  # not the empty one at the end, nor a hidden frame
-        ]
-        ticks = [pts for pts, _ in packets]
-        # Times that begin anew, as in two files joined by `cat`, are of no use.
-        is_timed = None not in ticks and _is_ascending([dts for _, dts in packets if dts is not None])
-        # The header's number of frames includes those that an edit list hides. If fewer frames are shown, the
-        # hidden ones are counted too, before the file is taken for truncated.
-        announced = stream.frames
-        stored = len(packets) if len(packets) >= announced else _count_packets(source)
-        # The header of an .avi counts empty packets too, which show the frame before them again. If the file
-        # is cut off, FFmpeg shortens its duration, in frames.
-        if announced > stored and (container.format.name != "avi" or (stream.duration or 0) < announced):
-            raise VideoError(f"{path} is truncated: {announced} frames are announced, {stored} are there")
-        ticks = sorted(ticks) if is_timed else ticks  # packets come in the order of decoding
-        if is_timed and container.duration and container.format.name in DURATION_IN_HEADER:
-            seconds, end = container.duration / 1e6, _end(source)
-            # The last frame may have no duration, or have been held for longer than others.
-            longest = max((b - a for a, b in itertools.pairwise(ticks)), default=math.inf)
-            if seconds - end > max(0.25, 2 * longest * stream.time_base):
-                raise VideoError(
-                    f"{path} is truncated: {seconds:.6g} s are announced, {float(end):.6g} s are there"
-                )
-        first = next(_shown(source), None)
-        if first is None:
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[tuple[Any, Any]]:
+        """Open a video file; yield PyAV's container and stream. FFmpeg's errors turn into `VideoError`."""
+        av, source, path = _av(), self.source, self.path
+        if not isinstance(source, bytes):
+            faults.refuse(
+                (not path.exists(), f"there is no file {path}"),
+                (path.is_dir(), f"{path} is a directory: give a video file"),
+                error=VideoError,
+            )
+        try:
+            # In a relative name FFmpeg takes the text before a colon for a protocol; after a slash not.
+            file = io.BytesIO(source) if isinstance(source, bytes) else str(path.absolute())
+            with av.open(file) as container:
+                # A still cover picture, which FFmpeg counts as video, is left out.
+                still = av.stream.Disposition.attached_pic
+                moving = [each for each in container.streams.video if still not in each.disposition]
+                if not moving:
+                    raise VideoError(f"{path} has no video stream")
+                best = container.streams.best("video")
+                yield container, best if best in moving else moving[0]
+        except av.error.FFmpegError as error:
+            reason = error.strerror or type(error).__name__
             raise VideoError(
-                f"{path} is an animated WebP, which this FFmpeg cannot decode: make an .apng of it, without "
-                f"loss, by PIL.Image.open({path.name!r}).save({path.stem + '.apng'!r}, 'PNG', save_all=True)"
-                if path.suffix.lower() == ".webp" and is_video(path)
-                else f"{path} has no frames"
-            )
-        is_frame_each = stream.codec_context.codec.intra_only or (
-            # Each field of an interlaced frame may be a packet.
-            _codec(stream) in ONE_EACH and not first.interlaced_frame
+                f"{path} cannot be read as a video ({reason}): it is truncated or not a video"
+            ) from error
+
+    def _is_picture(self, container: Any) -> bool:
+        """Return whether a file is one frame, whatever follows in it."""
+        name = container.format.name
+        # FFmpeg takes a JPEG for M-JPEG if another one follows, such as a phone's second view, of which the
+        # headers tell by the MP format of CIPA DC-007.
+        return bool(PICTURE.fullmatch(name)) or (
+            name == "mjpeg"
+            and (self.path.suffix.lower() in JPEG or b"MPF\0" in _first_bytes(self.source, HEAD))
         )
-        if not (is_timed and is_frame_each and announced == stored and first.pts == ticks[0]):
-            shown = [frame.pts for frame in itertools.islice(_shown(source), at_most)]
-            ticks = ticks if is_timed and len(shown) == len(packets) else shown
-        ticks = ticks[:at_most]
-        # Times are known if each frame has one, and all differ.
-        times = tuple((pts - ticks[0]) * stream.time_base for pts in ticks) if _is_ascending(ticks) else ()
-        if first.color_trc in HDR:
+
+    def _note(self, frame: Any, stream: Any) -> None:
+        """Take a decoded frame's time, and of the first one the size."""
+        size, time = (frame.height, frame.width), Fraction(0)
+        if not self.times:
+            self._size, self._start, self._is_damaged = size, frame.pts, False
+            orientation = Orientation.of(frame)
+            self.height, self.width = orientation.sides(size)
+            aspect = stream.sample_aspect_ratio or Fraction(1)  # a stored pixel's width over its height
+            self.pixel = 1 / aspect if orientation.swapped else aspect
+            if frame.color_trc in HDR:
+                logger.warning(
+                    "%s is HDR video (%s): its colors are taken as stored, without tone mapping, and look "
+                    "pale; convert it to SDR for true ones",
+                    self.path,
+                    HDR[frame.color_trc],
+                )
+        else:
+            is_timed = None not in (frame.pts, self._start)
+            time = (frame.pts - self._start) * self.tick if is_timed else Fraction(0)
+            time = time if time > self.times[-1] else self.times[-1] + 1 / self.announced[0]
+            if size != self._size:
+                raise VideoError(
+                    f"{self.path} changes size at frame {len(self.times)}, from "
+                    "{} x {} pixels to {} x {}".format(*self._size, *size)
+                    + ": cut it there, or take fewer frames"
+                )
+        if frame.is_corrupt and not self._is_damaged:
+            self._is_damaged = True
             logger.warning(
-                "%s is HDR video (%s): its colors are taken as stored, without tone mapping, and look "
-                "pale; convert it to SDR for true ones",
-                path,
-                HDR[first.color_trc],
+                "%s is damaged: frame %d, and maybe others, are what FFmpeg made of it",
+                self.path,
+                len(self.times),
             )
-        orientation, sound = Orientation.of(first), _main_stream(container, "audio")
-        height, width = orientation.sides((stream.height, stream.width))
-        aspect = stream.sample_aspect_ratio or Fraction(1)  # a stored pixel's width over its height
-        info = VideoInfo(
-            path=path,
-            height=height,
-            width=width,
-            fps=Fraction(0),  # until the times are known
-            num_frames=len(ticks),
-            times=times,
-            tick=stream.time_base or Fraction(0),
-            sound="" if sound is None else _codec(sound),
-            pixel=1 / aspect if orientation.swapped else aspect,
+        self.times.append(time)
+
+    def _check_end(self, container: Any, stream: Any, stored: int, end: Fraction, longest: Fraction) -> None:
+        """Raise `VideoError` if the header of a file that is read announces more than was there.
+
+        `stored` packets were there, and ended after `end` seconds; `longest` is the longest time between two.
+        """
+        name = container.format.name
+        # An .mp4 has an index of its packets. The header of an .avi counts empty packets too, which show the
+        # frame before them again; if the file is cut off, FFmpeg shortens its duration, in frames.
+        is_short_avi = name == "avi" and (stream.duration or 0) < stream.frames
+        announced = stream.frames if is_short_avi else len(stream.index_entries) * name.startswith("mov")
+        seconds = (container.duration or 0) / 1e6 if name in DURATION_IN_HEADER else 0
+        faults.refuse(
+            (
+                announced > stored,
+                f"{self.path} is truncated: {announced} frames are announced, {stored} are there",
+            ),
+            # The last frame may have no duration, or have been held for longer than others.
+            (
+                seconds - end > max(0.25, 2 * longest),
+                f"{self.path} is truncated: {seconds:.6g} s are announced, {float(end):.6g} s are there",
+            ),
+            (
+                not self.times and self.path.suffix.lower() == ".webp" and is_video(self.path),
+                f"{self.path} is an animated WebP, which this FFmpeg cannot decode: make an .apng of it, "
+                f"without loss, by PIL.Image.open({self.path.name!r}).save({self.path.stem + '.apng'!r}, "
+                "'PNG', save_all=True)",
+            ),
+            (not self.times, f"{self.path} has no frames"),
+            error=VideoError,
         )
-        return replace(info, fps=_rate(info, (stream.average_rate, stream.guessed_rate)))
 
 
-def _rate(info: VideoInfo, announced: tuple[Fraction | None, ...]) -> Fraction:
-    """Return the first announced rate that fits the times, or else the rate of the times."""
-    if len(info.times) < 2:
-        return next(filter(None, announced), Fraction(25))  # FFmpeg's default
-    frames, seconds = len(info.times) - 1, info.times[-1]
-    # FFmpeg's integers have 32 bits.
-    of_times = (frames / seconds).limit_denominator(100_000) or Fraction(1, 100_000)
-    rounding = math.inf if info.variable else 2 * info.tick  # seconds, but at most half a frame's
-    fitting = (
-        rate
-        for rate in (*announced, Fraction(round(of_times)))  # whole, as times are rounded to milliseconds
-        if rate and abs(rate * seconds - frames) <= min(rate * rounding, 0.5)
-    )
-    return next(fitting, of_times)
-
-
-def _end(source: Source) -> Fraction:
-    # Of the last packet of all streams, in seconds.
-    with _opened(source) as (container, _):
-        timed = (packet for packet in container.demux() if packet.pts is not None)
-        return max((each.pts + (each.duration or 0)) * each.time_base for each in timed)
-
-
-def _count_packets(source: Source) -> int:
-    """Return the number of packets in a file, including those of frames that its edit list hides."""
-    with _opened(source, ignore_editlist="1") as (container, stream):
-        return sum(packet.size > 0 for packet in container.demux(stream))  # not the empty one at the end
+def probe(source: Source, at_most: int | None = None) -> Video:
+    """Read a video for its properties and errors alone; `at_most` is the number of frames to decode."""
+    video = Video(source)
+    collections.deque(video.frames(at_most=at_most), maxlen=0)  # drops the frames
+    return video
 
 
 class Orientation(NamedTuple):
@@ -368,11 +360,6 @@ class Orientation(NamedTuple):
         return np.ascontiguousarray(pixels[:: -1 if self.upward else 1, :: -1 if self.leftward else 1])
 
 
-def _codec(stream: Any) -> str:
-    """Return a codec's own name, such as "mp3" for the decoder "mp3float"; "unknown" without a decoder."""
-    return stream.codec_context.codec.canonical_name if stream.codec_context else "unknown"
-
-
 @dataclass(frozen=True)
 class Framing:
     """The size that frames get, by resizing, by cropping, or by resizing and then cropping them.
@@ -388,7 +375,7 @@ class Framing:
     crop: bool = False
     resized: tuple[int, int] | None = None
 
-    def enlargement(self, info: VideoInfo) -> float:
+    def enlargement(self, info: Video) -> float:
         """Return the factor by which a video's picture is enlarged along a side; 1 if it is not."""
         if self.crop and self.resized is None:
             return 1.0
@@ -398,7 +385,7 @@ class Framing:
         return max(self.height / info.height, float(self.width / (info.width * info.pixel)), 1.0)
 
 
-def cover(info: VideoInfo, height: int, width: int) -> Framing:
+def cover(info: Video, height: int, width: int) -> Framing:
     """Return the framing that resizes a video to just cover `height` x `width`, and cuts out the middle."""
     # The smallest height that covers `height`, and whose width covers `width`; `shape` is width over height.
     covering_height = max(Fraction(height), width / info.shape)
@@ -406,7 +393,7 @@ def cover(info: VideoInfo, height: int, width: int) -> Framing:
     return Framing(height, width, crop=True, resized=resized)
 
 
-def framing(info: VideoInfo, *, multiple: int, height: int | None, width: int | None, crop: bool) -> Framing:
+def framing(info: Video, *, multiple: int, height: int | None, width: int | None, crop: bool) -> Framing:
     """Return the framing of a video for a requested size; every side is a multiple of `multiple`.
 
     Args:
@@ -449,43 +436,22 @@ def framing(info: VideoInfo, *, multiple: int, height: int | None, width: int | 
     return Framing(chosen_height, chosen_width)
 
 
-def read_frames(source: Source, size: Framing, frames: int | Sequence[int]) -> Iterator[torch.Tensor]:
-    """Yield frames of a video as uint8 (1, 3, H, W), upright, one at a time.
+def read_frames(source: Source, size: Framing, count: int) -> Iterator[torch.Tensor]:
+    """Yield the first `count` frames of a video as uint8 (1, 3, H, W), upright, one at a time.
 
     Args:
         source: path or bytes of the video file.
         size: the size that frames are brought to, and the way.
-        frames: number of frames, from the first on; or their indices in ascending order, which may repeat.
+        count: number of frames.
 
     Raises:
         VideoError: the file cannot be read, ends before the last frame, or has frames of several sizes.
     """
-    indices = range(frames) if isinstance(frames, int) else frames
-    path = _name_for_messages(source)
-    count = 0  # of frames that were decoded
-    first_size, is_damaged = None, False  # the first frame's (height, width)
-    wanted = collections.Counter(indices)  # by index, how often the frame is yielded
-    num_to_decode = max(wanted, default=-1) + 1  # all frames up to the last one that is wanted
-    for count, frame in enumerate(itertools.islice(_shown(source), num_to_decode), 1):
-        first_size = first_size or (frame.height, frame.width)
-        if (frame.height, frame.width) != first_size:
-            raise VideoError(
-                f"{path} changes size at frame {count - 1}, from {first_size[0]} x {first_size[1]} "
-                f"pixels to {frame.height} x {frame.width}: cut it there, or take fewer frames"
-            )
-        index = count - 1
-        if frame.is_corrupt and not is_damaged:
-            is_damaged = True
-            logger.warning(
-                "%s is damaged: frame %d, and maybe others, are what FFmpeg made of it", path, index
-            )
-        if index in wanted:
-            pixels = torch.from_numpy(_framed_pixels(frame, size)).permute(2, 0, 1)[None].contiguous()
-            yield from itertools.repeat(pixels, wanted[index])
-    if count < num_to_decode:
-        raise VideoError(
-            f"{path} is truncated: {num_to_decode} frames were expected, {count} could be decoded"
-        )
+    video = Video(source)
+    for _, frame in video.frames(at_most=count):
+        yield framed(frame, size)
+    if video.num_frames < count:
+        raise VideoError(f"{video.path} has {video.num_frames} frames, {count} are wanted")
 
 
 def read_image(path: str | Path) -> Any:
@@ -500,20 +466,19 @@ def read_image(path: str | Path) -> Any:
         raise VideoError(f"cannot read {path} as an image ({error})") from error
 
 
-def _framed_pixels(frame: Any, size: Framing) -> Any:
-    """Return a decoded frame's RGB bytes (H, W, 3), upright, and resized and cropped to `size`."""
+def framed(frame: Any, size: Framing | None = None) -> torch.Tensor:
+    """Return a decoded frame as uint8 (1, 3, H, W), upright, in a size; None for its own."""
     orientation = Orientation.of(frame)
-    # The upright (height, width) to resize to, before any crop; None for a crop without resizing.
-    resized = size.resized if size.crop else (size.height, size.width)
-    if resized is None:
-        pixels = frame.to_ndarray(format="rgb24")
-    else:
-        height, width = orientation.sides(resized)  # as stored: FFmpeg resizes before the frame is upright
-        pixels = frame.to_ndarray(format="rgb24", width=width, height=height, interpolation="BICUBIC")
-    pixels = orientation.pixels(pixels)
-    # Frames that are resized alone have the size already.
-    top, left = (pixels.shape[0] - size.height) // 2, (pixels.shape[1] - size.width) // 2
-    return pixels[top : top + size.height, left : left + size.width]
+    # The upright (height, width) to resize to, before any crop; None for no resizing.
+    resized = size and (size.resized if size.crop else (size.height, size.width))
+    height, width = orientation.sides(resized) if resized else (None, None)  # as stored: FFmpeg resizes first
+    pixels = orientation.pixels(
+        frame.to_ndarray(format="rgb24", width=width, height=height, interpolation="BICUBIC")
+    )
+    if size:  # frames that are resized alone have the size already
+        top, left = (pixels.shape[0] - size.height) // 2, (pixels.shape[1] - size.width) // 2
+        pixels = pixels[top : top + size.height, left : left + size.width]
+    return torch.from_numpy(pixels).permute(2, 0, 1)[None].contiguous()
 
 
 # Writing
@@ -586,39 +551,19 @@ class _FrameSink(Sink):
             self._count += 1
 
 
-@dataclass(frozen=True)
-class SourceTiming:
-    """Times, sound and pixel shape of a source video, which an .mp4 takes over.
-
-    Attributes:
-        times: seconds after the first frame at which each is shown; empty for an even rate.
-        sound: the file whose sound, in a codec that .mp4 takes, is copied; None for no sound.
-        seconds: the length of the output, at which the sound is cut.
-        pixel: a pixel's width over its height.
-    """
-
-    times: Sequence[Fraction] = ()
-    sound: Path | None = None
-    seconds: Fraction = Fraction(0)
-    pixel: Fraction = Fraction(1)
-
-
 @contextlib.contextmanager
-def writing(path: str | Path, fps: Fraction | float, source: SourceTiming | None = None) -> Iterator[Sink]:
-    """Open a sink for an .mp4 or .gif file, or a directory of numbered PNG frames.
-
-    `fps` is frames a second. An .mp4 takes its times and sound from `source`; .gif and PNG have none.
+def writing(path: str | Path, fps: Fraction | float) -> Iterator[Sink]:
+    """Open a sink for an .mp4 or .gif file, or a directory of numbered PNG frames; `fps` is frames a second.
 
     Raises:
         OutputError: as `check_writing` raises it, or the output cannot be written.
     """
-    source = source or SourceTiming()
-    suffix = check_writing(path, fps, source.times)  # "" for a directory
+    suffix = check_writing(path, fps)  # "" for a directory
     # The exact fraction of a float such as 29.97 does not fit FFmpeg's 32-bit integers.
     rate = Fraction(fps).limit_denominator(100_000)
     with whole_file(path, directory=not suffix) as temporary:
         makers = {
-            ".mp4": lambda: _Mp4Sink(temporary, rate, source),
+            ".mp4": lambda: _Mp4Sink(temporary, rate),
             ".gif": lambda: _GifSink(temporary, rate),
             "": lambda: _FrameSink(temporary),
         }
@@ -627,22 +572,21 @@ def writing(path: str | Path, fps: Fraction | float, source: SourceTiming | None
             sink.finish()
 
 
-def check_writing(path: str | Path, fps: Fraction | float, times: Sequence[Fraction] = ()) -> str:
+def check_writing(path: str | Path, fps: Fraction | float) -> str:
     """Return the suffix of an output, "" for a directory; raise `OutputError` for a bad output.
 
     It is bad if it has another suffix than .mp4 and .gif, is a directory with files in it, has a rate that is
-    not above 0, or shows a frame for longer than `LONGEST` seconds. `times` are as in `SourceTiming`.
+    not above 0, or shows a frame for longer than `LONGEST` seconds.
     """
     path = check_output(path)
     refuse(path, (not 0 < fps < math.inf, f"it has {fps} frames a second: give a rate above 0"))  # nor NaN
     suffix = path.suffix.lower()
-    longest = max([1 / Fraction(fps), *(b - a for a, b in itertools.pairwise(times))])  # seconds of a frame
     refuse(
         path,
         (
-            longest > LONGEST,
-            f"a frame would last for {float(longest):.0f} s, at most {LONGEST} s are possible; "
-            "give another --fps",
+            1 / fps > LONGEST,
+            f"a frame would last for {float(1 / fps):.0f} s, at most {LONGEST} s are possible; give another "
+            "--fps",
         ),
         (suffix not in (".mp4", ".gif", ""), "give a name in .mp4 or .gif, or a directory for frames"),
         (path.is_dir() and bool(suffix), "it is a directory"),
@@ -672,42 +616,28 @@ class _Mp4Sink(Sink):
     rate factor (crf) of 18 gives the PSNR that 16 gives with them, in a quarter more bytes.
     """
 
-    TICK = Fraction(1, 90_000)
-    """Seconds of a tick, where frames have times of their own: that of MPEG's clock."""
-
-    def __init__(self, path: Path, fps: Fraction, source: SourceTiming):
+    def __init__(self, path: Path, fps: Fraction):
         self._fps = fps
-        self._source = source
-        self._written = 0
         self._stream: Any = None
         self._container = _av().open(str(path), "w", format="mp4")
-        self._sound = _copied_sound(source, self._container)
-        self._next_sound = next(self._sound, None)  # time of the packet that is copied next; None at the end
 
     def write(self, frames: torch.Tensor) -> None:
-        """Write the frames; after each one copy the sound packets that are due before its time."""
-        times, av = self._source.times, _av()
         for pixels in _frames_NHWC(frames):
             if self._stream is None:
-                self._stream = self._add_video_stream(*pixels.shape[:2])
-            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(
-                format="yuv420p",
-                dst_colorspace=self._stream.codec_context.colorspace,
-                dst_color_range=LIMITED_RANGE,
+                self._stream = self._add_stream(*pixels.shape[:2])
+            frame = (
+                _av()
+                .VideoFrame.from_ndarray(pixels, format="rgb24")
+                .reformat(
+                    format="yuv420p",
+                    dst_colorspace=self._stream.codec_context.colorspace,
+                    dst_color_range=LIMITED_RANGE,
+                )
             )
-            # The frame's time, in seconds after the first frame.
-            seconds = times[self._written] if times else Fraction(self._written) / self._fps
-            if times:  # at an even rate the encoder counts the frames itself
-                frame.pts, frame.time_base = round(seconds / self.TICK), self.TICK
             self._container.mux(self._stream.encode(frame))
-            # `next` makes `_sound` copy the packet that is due at `_next_sound`, and returns the time of the
-            # packet after it.
-            while self._next_sound is not None and self._next_sound < seconds:
-                self._next_sound = next(self._sound, None)
-            self._written += 1
 
-    def _add_video_stream(self, height: int, width: int) -> Any:
-        """Add a video stream with the frames' size, colors, pixel shape and clock; return it."""
+    def _add_stream(self, height: int, width: int) -> Any:
+        """Add a video stream with the frames' size and colors; return it."""
         if height % 2 or width % 2:
             raise VideoError(f"got frames of {height} x {width} pixels: an .mp4 needs even sides")
         stream = self._container.add_stream(
@@ -719,52 +649,16 @@ class _Mp4Sink(Sink):
         # H.273 numbers primaries, transfer and matrix (`colorspace`) each in a table of its own. A standard's
         # number is the same in all three.
         context.color_primaries = context.color_trc = context.colorspace
-        if self._source.pixel != 1:  # a pixel's width over its height
-            context.sample_aspect_ratio = self._source.pixel
-        if self._source.times:
-            stream.time_base = context.time_base = self.TICK
         return stream
 
     def finish(self) -> None:
-        """Write the frames that x264 holds back, the remaining sound, and the index."""
+        """Write the frames that x264 holds back, and the index."""
         if self._stream is not None:
             self._container.mux(self._stream.encode(None))  # None flushes the encoder
-            collections.deque(self._sound, maxlen=0)  # runs the generator to its end: copies the packets
         self._container.close()
 
     def close(self) -> None:
-        """Close the source of the sound and the .mp4, without writing another packet."""
-        # If the header could not be written to a full disk, another packet would crash FFmpeg.
-        self._sound.close()
         # Closing writes the file's end, which fails if a frame failed: the frame's error is to be reported.
         # After a success no error is hidden, because `finish` has closed the container already.
         with contextlib.suppress(_av().error.FFmpegError):
             self._container.close()
-
-
-def _copied_sound(source: SourceTiming, container: Any) -> Generator[Fraction]:
-    """Copy the source's sound into a container, one packet for each step of this generator.
-
-    Yield the time of a packet, in seconds after the first frame, before the packet is copied: the caller
-    writes earlier frames first. Sound after `source.seconds` is cut.
-    """
-    if source.sound is None:
-        return
-    first = next(_shown(source.sound))
-    with _av().open(str(source.sound.absolute())) as file:
-        video, sound = _main_stream(file, "video"), _main_stream(file, "audio")
-        # Of the first frame that is shown, in seconds; a frame may have no time.
-        start = (first.pts if first.pts is not None else video.start_time or 0) * (video.time_base or 0)
-        stream = container.add_stream_from_template(sound)
-        for packet in file.demux(sound):
-            if packet.pts is None:  # such as the empty packet at the end
-                continue
-            packet_time = packet.pts * packet.time_base - start  # in seconds after the first frame
-            if packet_time >= source.seconds:
-                return
-            yield packet_time
-            # Times count from the first frame. The time of decoding, dts, is that of playing, pts, because
-            # sound is decoded in the order in which it plays.
-            packet.pts = packet.dts = packet.pts - round(start / packet.time_base)
-            packet.stream = stream
-            container.mux(packet)

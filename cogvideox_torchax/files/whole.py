@@ -1,22 +1,22 @@
 """Write files and directories whole or not at all.
 
-An *output* is made in a hidden directory beside its path, and is then moved to the path. The writer holds a
-lock on the hidden directory, so no second writer uses it. A killed writer loses the lock, and the next writer
-of the same output removes its directory.
+An *output* is made under a hidden name beside its path, and is then moved to the path. A lock file beside it
+keeps a second writer away. The next writer of the same output removes what a killed one has left.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import filelock
+
 from cogvideox_torchax.files import faults
 
-WRITING, EXCHANGE = ".partial", ".exchange"
-"""Suffixes of hidden directories: for an unfinished output, and for messages between its processes."""
+WRITING, LOCK = ".partial", ".lock"
+"""Suffixes of the hidden names of an unfinished output, and of the lock on it."""
 
 
 class OutputError(ValueError):
@@ -82,41 +82,53 @@ def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
         LockedError: another run is writing it.
     """
     path = resolved(path)
-    # A killed run of several processes may have left the hidden directory through which they sent messages.
-    remove_leftover(hidden(path, EXCHANGE))
-    with reserved(path, WRITING) as (place, handle):  # the hidden directory, and its locked descriptor
-        temporary = place / "output"
+    temporary = hidden(path, WRITING)
+    with locked(path):
+        _remove(temporary)  # what a killed run has left
         temporary.mkdir() if directory else temporary.touch()
-        yield temporary
-        # On a file system without locks another run may have replaced the directory by its own: raise then.
-        if not _is_still_at(handle, place):
-            raise LockedError(f"cannot write {path}: another run writes it, and files cannot be locked there")
-        # The data must be on the disk before the new name is: else a crash could leave an incomplete output.
-        for entry in (*(temporary.iterdir() if directory else ()), temporary):
-            _sync(entry)
-        os.replace(temporary, path)
-        # Not every file system can sync a directory's names; the output is whole without that.
-        with contextlib.suppress(OSError):
-            _sync(path.parent)
+        try:
+            yield temporary
+            # The data must be on the disk before the new name is: else a crash could leave an incomplete
+            # output.
+            for entry in (*(temporary.iterdir() if directory else ()), temporary):
+                _sync(entry)
+            os.replace(temporary, path)
+            # Not every file system can sync a directory's names; the output is whole without that.
+            with contextlib.suppress(OSError):
+                _sync(path.parent)
+        finally:
+            _remove(temporary)
 
 
 @contextlib.contextmanager
-def reserved(path: str | Path, suffix: str) -> Iterator[tuple[Path, int]]:
-    """Make and lock the empty directory `hidden(path, suffix)` for the `with` block; then remove it.
+def locked(path: str | Path, whole: str | Path | None = None) -> Iterator[None]:
+    """Lock an output for the `with` block; raise as `whole_file` does.
 
-    Yield the directory and its open descriptor, which holds the lock. Raise as `whole_file` does.
+    The message of `LockedError` names the output, or the `whole` of which it is a part.
     """
-    place = hidden(check_output(path), suffix)
+    place = hidden(check_output(path), LOCK)
+    # Not of one thread: an output may be completed by another thread than began it.
+    lock = filelock.FileLock(place, thread_local=False)
     try:
-        handle = _make_locked(place, path)
+        with contextlib.suppress(filelock.Timeout):
+            lock.acquire(blocking=False)
+        lock.acquire(blocking=False)  # again, as its owner may just have removed the file of the lock
+    except filelock.Timeout as error:
+        raise LockedError(
+            f"cannot write {whole or path}: another run is writing it; wait for it, or end it"
+        ) from error
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
     try:
-        yield place, handle
+        yield
     finally:
-        if _is_still_at(handle, place):  # else another run's directory is there
-            shutil.rmtree(place, ignore_errors=True)
-        os.close(handle)
+        place.unlink(missing_ok=True)  # while it is locked: who has opened it sees that it is gone
+        lock.release(force=True)  # however often it was acquired
+
+
+def remove_leftover(path: str | Path) -> None:
+    """Remove the lock of an output that is complete, which a run that was killed then may have left."""
+    hidden(path, LOCK).unlink(missing_ok=True)
 
 
 def hidden(path: str | Path, suffix: str) -> Path:
@@ -128,63 +140,15 @@ def hidden(path: str | Path, suffix: str) -> Path:
     return path.with_name(name)
 
 
-def _make_locked(place: Path, path: str | Path) -> int:
-    """Make and lock an empty directory for the output `path`; return its descriptor, which holds the lock."""
-    # If another run has locked the directory, `lock` raises `LockedError`. Files of a killed run are removed.
-    while True:
-        place.mkdir(exist_ok=True)
-        # Another run may remove the directory before it is opened, or before it is locked: then try again.
-        with contextlib.suppress(FileNotFoundError), _opened(place) as handle:
-            lock(handle, path)
-            if _is_still_at(handle, place):
-                if not any(place.iterdir()):
-                    return os.dup(handle)  # `_opened` closes `handle`: the copy keeps the lock
-                shutil.rmtree(place)  # it has the files of a killed run
-
-
-def lock(handle: int, path: str | Path) -> None:
-    """Lock an open file or directory for the output `path`; raise `LockedError` if another run has locked it.
-
-    On a file system without locks nothing is locked.
-    """
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise LockedError(
-            f"cannot write {path}: another run is writing it; wait for it, or end it"
-        ) from error
-    except OSError:
-        pass
-
-
-def remove_leftover(place: Path) -> None:
-    """Remove a hidden directory that a killed run has left, if there is one; leave it to a run that is alive.
-
-    A run that is alive holds the lock, and `flock` then raises an `OSError`.
-    """
-    with contextlib.suppress(OSError), _opened(place) as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(place)
-
-
-def _is_still_at(handle: int, path: Path) -> bool:
-    """Return whether the open file or directory `handle` is still the one at `path`."""
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(handle), path.stat())
-    return False
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    """Open a file or a directory, but no symbolic link; yield its descriptor."""
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
-        yield handle
-    finally:
-        os.close(handle)
+def _remove(path: Path) -> None:
+    """Remove a file or a directory, if it is there."""
+    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:
     """Wait until a file, or a directory's list of names, is on the disk."""
-    with _opened(path) as handle:
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
         os.fsync(handle)
+    finally:
+        os.close(handle)

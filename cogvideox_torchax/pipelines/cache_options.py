@@ -1,5 +1,6 @@
 """diffusers' caches by name and value, as the command line takes them: `first-block:0.1`."""
 
+import hashlib
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,14 @@ def config_of(choice: str, *, steps: int, guided: bool, timestep: Callable[[], A
         return _config(name, value, steps, timestep)
     except (ValueError, OSError) as error:
         raise ValueError(f"got --cache {choice} ({error}): it takes {CHOICES[name]}") from error
+
+
+def with_contents(choice: str) -> str:
+    """Return a choice with a hash in place of the name of a file."""
+    name, _, value = choice.partition(":")
+    return (
+        f"{name}:{hashlib.sha256(Path(value).read_bytes()).hexdigest()}" if Path(value).is_file() else choice
+    )
 
 
 def _config(name: str, value: str, steps: int, timestep: Callable[[], Any]) -> Any:

@@ -2,10 +2,14 @@
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.files.models import INDEX, locate, read_json
+from cogvideox_torchax.vae.checkpoint import WEIGHTS_STEM, first_rows, weight_files
 
 TEXT, IMAGE, VIDEO, CONTROL = "text", "image", "video", "control"
 """Kinds of pipelines, by what conditions the video besides the prompt: nothing, an image or a clip.
@@ -21,10 +25,11 @@ CLASSES = {
 }
 """The name of diffusers' class of each kind of pipeline."""
 
-CONFIGS = (INDEX, "*/config.json", "*/scheduler_config.json")
+FILES = (INDEX, "*/config.json", "*/scheduler_config.json", "tokenizer/*")
 """Patterns of the files of a pipeline that are read before its weights are loaded."""
 
-VAE_CONFIG = "vae/config.json"
+WEIGHTS = {"text_encoder": "model", "transformer": WEIGHTS_STEM, "vae": WEIGHTS_STEM}
+"""Parts of a pipeline that have weights, and the stems with which their weight files' names begin."""
 
 
 class RequestError(ValueError):
@@ -37,27 +42,46 @@ class Model:
 
     Attributes:
         name: a directory or a hub id.
+        directory: where its files are.
         kind: `TEXT`, `IMAGE`, `VIDEO` or `CONTROL`.
         transformer, vae, scheduler: the configs of its parts.
     """
 
     name: str
+    directory: Path
     kind: str
     transformer: dict[str, Any]
     vae: dict[str, Any]
     scheduler: dict[str, Any]
 
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the configs, by which a saved stage tells whether it was made with this model.
+    def sha256(self) -> str:
+        """Return a hash of configs, the tokenizer, and the first row of each weight.
 
-        Keys that begin with "_" are left out, such as diffusers' version: they do not change the model.
+        Keys that begin with "_" are left out, such as diffusers' version: they do not change the model. A hub
+        id's files are downloaded.
+
+        Raises:
+            ModelError: a file of weights is missing or broken.
         """
+        weights = [f"{part}/{stem}*.safetensors*" for part, stem in WEIGHTS.items()]
+        directory = locate(self.name, files=[*FILES, *weights])
         configs = {
             part: {key: value for key, value in getattr(self, part).items() if not key.startswith("_")}
             for part in ("transformer", "vae", "scheduler")
         }
-        return hashlib.sha256(json.dumps(configs, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        digest = hashlib.sha256(json.dumps(configs, sort_keys=True, default=str).encode())
+        for part, stem in WEIGHTS.items():
+            for file in weight_files(directory / part, stem=stem):
+                for piece in first_rows(file):
+                    digest.update(piece)
+        for file in sorted(file for file in directory.glob("tokenizer/*") if file.is_file()):
+            digest.update(file.read_bytes())
+        return digest.hexdigest()
+
+    @property
+    def fps(self) -> Fraction:
+        """The frames a second that the model was trained with, by its model card."""
+        return Fraction(16 if self.transformer.get("patch_size_t") else 8)  # CogVideoX 1.5 alone joins frames
 
     @property
     def spatial_compression_ratio(self) -> int:
@@ -84,49 +108,49 @@ class Model:
         )
 
 
-def describe(name: str, *, image: bool, clip: bool) -> Model:
+def describe(name: str, *, image: bool | None = None, clip: bool) -> Model:
     """Return the description of a pipeline, of which only the configs are read.
 
     Args:
         name: a directory or a hub id.
-        image, clip: whether an image or a clip conditions the video.
+        image, clip: whether an image or a clip conditions the video. For many videos `image` is None, and
+            `check_inputs` checks each of them.
 
     Raises:
         ModelError: no pipeline there, or one that lacks a config.
         RequestError: a pipeline that needs another input, or does not take the given one.
     """
-    index = config_of(name, INDEX)  # model_index.json, which names the class of the pipeline and of each part
-    kind = _kind(name, str(index.get("_class_name")), image, clip)
-    transformer = config_of(name, "transformer/config.json")
-    scheduler = config_of(name, "scheduler/scheduler_config.json")
-    # The index has (library, class) for each part. diffusers loads that class, even where the part's own
-    # config names another: so this config gets that name.
-    _library, scheduler["_class_name"] = index["scheduler"]
-    return Model(name, kind, transformer, config_of(name, VAE_CONFIG), scheduler)
-
-
-def config_of(name: str, file: str) -> dict[str, Any]:
-    """Return a pipeline's JSON file, one of `CONFIGS`; raise `ModelError` if it cannot be read."""
-    return read_json(locate(name, files=CONFIGS) / file)
-
-
-def _kind(name: str, class_name: str, image: bool, clip: bool) -> str:
-    """Return the kind of a pipeline by its class and its inputs; raise `RequestError` if they do not fit."""
+    directory = locate(name, files=FILES)
+    index = read_json(
+        directory / INDEX
+    )  # model_index.json, which names the class of the pipeline and of each part
+    class_name = str(index.get("_class_name"))
     if class_name not in CLASSES.values():
         raise RequestError(f"{name} is a {class_name}: it takes one of {', '.join(CLASSES.values())}")
     # Pipelines of the kinds TEXT and VIDEO have the same parts. So the index may name the class of either,
     # and the kind depends on whether there is a clip.
-    kind_by_class = {CLASSES[IMAGE]: IMAGE, CLASSES[CONTROL]: CONTROL}
-    kind = kind_by_class.get(class_name, VIDEO if clip else TEXT)
-    # The kind IMAGE needs an image, and no other kind takes one. The kind CONTROL needs a clip.
-    if (kind == IMAGE) != image or (kind == CONTROL and not clip):
-        takes = {IMAGE: "an image", CONTROL: "a control video"}.get(kind, "no image")
+    kind = {CLASSES[IMAGE]: IMAGE, CLASSES[CONTROL]: CONTROL}.get(class_name, VIDEO if clip else TEXT)
+    transformer = read_json(directory / "transformer/config.json")
+    scheduler = read_json(directory / "scheduler/scheduler_config.json")
+    # The index has (library, class) for each part. diffusers loads that class, even where the part's own
+    # config names another: so this config gets that name.
+    _library, scheduler["_class_name"] = index["scheduler"]
+    vae = read_json(directory / "vae/config.json")
+    model = Model(name, directory, kind, transformer, vae, scheduler)
+    if image is not None:
+        check_inputs(model, image=image, clip=clip)
+    return model
+
+
+def check_inputs(model: Model, *, image: bool, clip: bool) -> None:
+    """Raise `RequestError` if a model needs another input than an image or a clip, or does not take it."""
+    takes = {IMAGE: "an image", CONTROL: "a control video", VIDEO: "a video"}.get(model.kind, "no image")
+    if (image, clip) != (model.kind == IMAGE, model.kind in (VIDEO, CONTROL)):
         raise RequestError(
-            f"{name} is a {class_name}: it takes {takes}: change the request, or give another model"
+            f"{model.name} is a {CLASSES[model.kind]}, and takes {takes} beside the prompt: got "
+            f"{' and '.join(['an image'] * image + ['a video'] * clip) or 'none'}; give what it takes, or "
+            "another model"
         )
-    if image and clip:
-        raise RequestError("got both an image and a video: give one")
-    return kind
 
 
 def check_size(model: Model, frames: int, height: int, width: int) -> None:
@@ -148,8 +172,11 @@ def check_size(model: Model, frames: int, height: int, width: int) -> None:
     scale = model.temporal_scale
     latent_frames = model.latent_frames(frames)
     if frames < 1 or (frames - 1) % scale or latent_frames % patch_frames:
-        # The message suggests two sizes: the latent frames rounded down to whole patches, but not to 0, and
-        # one patch more. Both are given as numbers of frames.
-        rounded_down = max(latent_frames // patch_frames * patch_frames, patch_frames)
-        fewer, more = ((n - 1) * scale + 1 for n in (rounded_down, rounded_down + patch_frames))
-        raise RequestError(f"got {frames} frames: {model.name} generates {fewer} or {more} of them")
+        # The message suggests two sizes. Of an even number of latent frames the decoder makes more frames
+        # than were asked for: so both numbers are odd, unless patches need even ones.
+        step = math.lcm(2, patch_frames)
+        fewer = patch_frames + max(latent_frames - patch_frames, 0) // step * step
+        counts = (fewer, fewer + step)
+        asked = " or ".join(str((count - 1) * scale + 1) for count in counts)
+        made = "" if fewer % 2 else f" (and makes {' or '.join(str(count * scale) for count in counts)})"
+        raise RequestError(f"got {frames} frames: {model.name} generates {asked} of them{made}")

@@ -58,7 +58,7 @@ def run_checked(call: Callable[..., Any], pipe: Any, args: Any, kwargs: Any) -> 
         return call(pipe, *args, **kwargs)
     arguments = signature.bind(pipe, *args, **kwargs).arguments
     callback = arguments.get(CALLBACK)
-    names = list(arguments.get(INPUTS, signature.parameters[INPUTS].default) or ())
+    names: list[str] = list(arguments.get(INPUTS, signature.parameters[INPUTS].default) or ())
     if isinstance(callback, PipelineCallback | MultiPipelineCallbacks):
         names = callback.tensor_inputs
     steps = _Steps(callback, names)

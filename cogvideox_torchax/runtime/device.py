@@ -126,9 +126,7 @@ def _correct_tables(torchax: Any) -> None:
     ops = torchax.ops
     upstream.one_program_each(ops.ops_registry)  # sums and products run as one program, not as several
     mappings, jax_dtype = ops.mappings, ops.mappings.t2j_dtype
-    mappings.j2t = lambda array, _use_dlpack: plain_tensor(
-        on_host(array)
-    )  # torchax's shares the device's memory
+    mappings.j2t = lambda array, _dlpack: plain_tensor(on_host(array))  # torchax's shares memory with JAX
     mappings.t2j_dtype = lambda dtype: dtypes.canonicalize_dtype(jax_dtype(dtype))
     if dtypes.canonicalize_dtype("int64") == "int32":
         for module in (ops.jaten, ops.jtorch):

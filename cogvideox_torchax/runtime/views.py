@@ -328,7 +328,9 @@ def _share(source: Any, results: Any, operation: Callable[[torch.Tensor], Any]) 
 def _keep_strides(func: Any, args: Any, options: dict[str, Any], results: Any) -> None:
     """Give the new tensors that an operation returns the strides that PyTorch gives them."""
     with no_dispatch(), torch._C.DisableTorchFunction():
-        sources = [leaf for leaf in pytree.tree_leaves((args, options)) if isinstance(leaf, torch.Tensor)]
+        sources: list[Any] = [
+            leaf for leaf in pytree.tree_leaves((args, options)) if isinstance(leaf, torch.Tensor)
+        ]
         # A program draws no random numbers, so that the order of its tensors' memory does not matter.
         if (all(map(_is_contiguous, sources)) and not ordered(options)) or any(
             is_traced(source.jax()) for source in sources if on_jax(source)

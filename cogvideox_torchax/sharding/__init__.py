@@ -4,13 +4,11 @@ from cogvideox_torchax.sharding.mesh import Parallel, check_mesh, make_mesh
 from cogvideox_torchax.sharding.places import BatchPlacement, MeshPlace, spread
 from cogvideox_torchax.sharding.processes import (
     TIMEOUT,
-    Exchange,
     ProcessError,
     check_all_take_part,
     check_one_slice,
     check_same,
     connect,
-    exchanging,
     exit_at_once,
     is_first,
     wait_for_all,
@@ -19,7 +17,6 @@ from cogvideox_torchax.sharding.processes import (
 __all__ = [
     "TIMEOUT",
     "BatchPlacement",
-    "Exchange",
     "MeshPlace",
     "Parallel",
     "ProcessError",
@@ -28,7 +25,6 @@ __all__ = [
     "check_one_slice",
     "check_same",
     "connect",
-    "exchanging",
     "exit_at_once",
     "is_first",
     "make_mesh",

@@ -148,6 +148,16 @@ def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, np.ndarray]]:
                 yield name, file.get_tensor(name)
 
 
+def first_rows(path: Path) -> Iterator[bytes]:
+    """Yield name, shape and first row of each tensor in a safetensors file; `ModelError` for another file."""
+    _check_safetensors(path)
+    with safe_open(path, framework="numpy") as file:
+        for name in file.keys():  # noqa: SIM118 (it has no iterator)
+            shape = file.get_slice(name).get_shape()
+            yield f"{name} {shape}".encode()
+            yield (file.get_slice(name)[:1] if len(shape) > 1 else file.get_tensor(name)).tobytes()
+
+
 def _check_safetensors(path: Path) -> None:
     """Raise `ModelError` unless a safetensors file is complete and has tensors."""
     try:

@@ -30,9 +30,6 @@ from cogvideox_torchax.vae.checks import check_shape, check_values, integers_ref
 from cogvideox_torchax.vae.chunks import Step
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 
-Fetch = Callable[[torch.Tensor], torch.Tensor]
-"""A function that waits for a torchax tensor and copies it to the host."""
-
 
 def _checked(direction: Direction) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator of a method that overrides one of diffusers' class; it checks the method's input.
@@ -76,8 +73,6 @@ class ChunkedVAE(PortedModel, DiffusersAutoencoder):
         self,
         frames: torch.Tensor | Iterable[torch.Tensor],
         num_frames: int | None = None,
-        *,
-        fetch: Fetch = runtime.to_torch,
     ) -> Iterator[DiagonalGaussianDistribution]:
         """Encode a video that need not fit into memory, chunk by chunk.
 
@@ -88,8 +83,6 @@ class ChunkedVAE(PortedModel, DiffusersAutoencoder):
                 or as uint8. They are where the weights are, or plain torch tensors.
             num_frames: the number of frames of an iterable. The length must be known before the first frame
                 is encoded, because the first chunk takes the remainder.
-            fetch: copies a chunk's moments to the host. On a mesh of several processes the default gathers
-                them on every device first; methods of `sharding.Exchange` do not.
 
         Returns:
             An iterator over the chunks' posteriors, plain torch tensors without gradients. Their `mode()`s,
@@ -100,10 +93,7 @@ class ChunkedVAE(PortedModel, DiffusersAutoencoder):
             ValueError: at once, for a bad video or first frame, or an iterable without `num_frames`; later,
                 for a bad frame, or more or fewer frames than announced.
         """
-        return (
-            DiagonalGaussianDistribution(moments)
-            for moments in self._stream(ENCODE, frames, num_frames, fetch)
-        )
+        return (DiagonalGaussianDistribution(moments) for moments in self._stream(ENCODE, frames, num_frames))
 
     def decode_stream(
         self,
@@ -111,7 +101,6 @@ class ChunkedVAE(PortedModel, DiffusersAutoencoder):
         num_frames: int | None = None,
         *,
         output_dtype: torch.dtype | None = None,
-        fetch: Fetch = runtime.to_torch,
     ) -> Iterator[torch.Tensor]:
         """Decode latents chunk by chunk, and hold the frames of at most two chunks.
 
@@ -122,7 +111,6 @@ class ChunkedVAE(PortedModel, DiffusersAutoencoder):
                 any lengths. Latents are where the weights are, or plain torch tensors; pieces are plain.
             num_frames: the number of latent frames of an iterable.
             output_dtype: torch.uint8 for bytes (0 to 255); None for the model's dtype, in about [-1, 1].
-            fetch: copies a chunk's frames to the host, as for `encode_stream`.
 
         Returns:
             An iterator over frames (N, C, t, H, W), plain torch tensors without gradients. Concatenated on
@@ -134,14 +122,13 @@ class ChunkedVAE(PortedModel, DiffusersAutoencoder):
         """
         if output_dtype not in (None, torch.uint8):
             raise ValueError(f"decode_stream got output_dtype {output_dtype}: None or torch.uint8")
-        return self._stream(DECODE, z, num_frames, fetch, as_uint8=output_dtype is not None)
+        return self._stream(DECODE, z, num_frames, as_uint8=output_dtype is not None)
 
     def _stream(
         self,
         direction: Direction,
         source: torch.Tensor | Iterable[torch.Tensor],
         num_frames: int | None,
-        fetch: Fetch,
         *,
         as_uint8: bool = False,
     ) -> Iterator[torch.Tensor]:
@@ -149,7 +136,7 @@ class ChunkedVAE(PortedModel, DiffusersAutoencoder):
         # `source` is the whole input, or an iterable of its pieces, with `num_frames` frames in all.
         chunks, size = self._checked_chunks(direction, source, num_frames)
         results = self.results(direction, chunks, self._tile_plan(direction, size), as_uint8)
-        return fetched_one_behind(results, fetch)
+        return fetched_one_behind(results)
 
     def _checked_chunks(
         self, direction: Direction, source: torch.Tensor | Iterable[torch.Tensor], num_frames: int | None
@@ -349,10 +336,10 @@ def regrouped_into_chunks(
 
 
 @torch.no_grad()  # while the generator runs; the caller has its own setting between the results
-def fetched_one_behind(results: Iterator[torch.Tensor], fetch: Fetch) -> Iterator[torch.Tensor]:
+def fetched_one_behind(results: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield each result on the host; it is copied there while the next one is computed."""
     # On JAX, `next` only starts the computation of a chunk, and `fetch_async` only starts the copy of its
-    # result to the host. `fetch` waits for both.
+    # result to the host. `to_torch` waits for both.
     result = next(results)  # every input has at least one chunk
     failure = None
     runtime.fetch_async(result)
@@ -366,7 +353,7 @@ def fetched_one_behind(results: Iterator[torch.Tensor], fetch: Fetch) -> Iterato
                 runtime.fetch_async(next_result)
         except Exception as error:
             failure = error
-        yield fetch(result)
+        yield runtime.to_torch(result)
         if failure is not None:
             raise failure
         result = next_result

@@ -4,7 +4,6 @@ Axes: T frames, C channels, H rows, W columns. A function that takes `rng` draws
 """
 
 import functools
-import itertools
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -61,14 +60,13 @@ def load(text: str, frames: int, size: tuple[int, int]) -> torch.Tensor:
     if Path(path).suffix.lower() in PICTURES and not video.is_video(Path(path)):
         clip = torch.from_numpy(np.array(video.read_image(path))).permute(2, 0, 1)[None]
     else:
-        info = video.probe(path, int(end) if end else None)
-        first, last = int(start or 0), info.num_frames
-        if last - first < frames:
-            raise ValueError(
-                f"the clip {text} has {max(last - first, 0)} frames: at least {frames} are needed"
-            )
-        read = video.read_frames(path, video.Framing(info.height, info.width), last)
-        clip = torch.cat(list(itertools.islice(read, first, None)))
+        last = int(end) if end else None
+        found = [video.framed(frame) for _, frame in video.Video(path).frames(at_most=last)][
+            int(start or 0) :
+        ]
+        if len(found) < frames:
+            raise ValueError(f"the clip {text} has {len(found)} frames: at least {frames} are needed")
+        clip = torch.cat(found)
     if clip.shape[2] < size[0] or clip.shape[3] < size[1]:
         raise ValueError(
             f"the clip {text} is {clip.shape[2]} x {clip.shape[3]}: crops of {size[0]} x {size[1]} need "

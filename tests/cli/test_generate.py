@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 from unittest.mock import Mock, patch
 
@@ -13,13 +11,14 @@ import pytest
 import torch
 from diffusers import CogVideoXDPMScheduler
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from cogvideox_torchax import cli, make_mesh, port
-from cogvideox_torchax.cli import common, devices, generate as command, prompts, stages
-from cogvideox_torchax.files import latents, tensors as tensor_files, video
+from cogvideox_torchax.cli import common, devices, generation, prompts
+from cogvideox_torchax.files import latents, video, whole
 from cogvideox_torchax.pipelines import description, loading
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
+from cogvideox_torchax.vae.directions import DECODE
 from tests import small_pipelines
 from tests.dataset.test_killed import KILLED
 from tests.files.test_latents import MADE
@@ -54,7 +53,6 @@ def inputs():
 
 def arguments(model, *more, output="frames"):
     own = {"--prompt": "a panda", "--num-inference-steps": 4, "--dtype": "float32"}
-    own = {} if "--from-stage" in more else own
     defaults = [part for pair in own.items() if pair[0] not in more for part in pair]
     return ["generate", "--model", str(model), "-o", output, "--quiet", *map(str, (*defaults, *more))]
 
@@ -110,7 +108,7 @@ def test_in_bfloat16_the_frames_are_those_of_python_but_for_the_rounding_to_byte
 
 @pytest.mark.parametrize(("name", "rate"), [("text", 8), ("1.5", 16)])
 def test_the_rate_is_that_of_the_model_unless_one_is_given(models, name, rate):
-    assert command._frame_rate_of(str(models(name))) == rate
+    assert description.describe(str(models(name)), clip=False).fps == rate
 
 
 @pytest.fixture
@@ -122,25 +120,35 @@ def steps():
         yield made
 
 
-def test_every_stage_takes_up_to_the_same_frames(models, steps, capsys):
-    model = models("text")
+def test_a_run_goes_on_from_the_last_stage_that_is_there(models, steps, capsys):
     with patch.object(Image.Image, "save", autospec=True, side_effect=Image.Image.save) as save:
-        assert generate(model, "--save-stages", "kept", "--preview", "steps.png", "--fps", 5) == 0
+        assert generate(models("text"), "--preview", "steps.png", output="whole") == 0
     assert "a linear map of latents that explains" in capsys.readouterr().err
     # Frames are written without a format.
     shown = {image.tobytes() for image, _path, *kind in (call.args for call in save.call_args_list) if kind}
-    assert len(shown) == 4, "one for each step"
+    assert len(shown) == steps.call_count == 4, "one for each step"
     assert Image.open("steps.png").size == (3 * 3 * 8, 3 * 4)
-    assert {path.stem for path in Path("kept").iterdir()} == {"text", "latents"}
-    before = latents.load("kept/latents.safetensors")
-    assert before.fps == 5
-    for stage in ("latents", "text"):
-        more = ["--num-inference-steps", 4] if stage == "text" else []
-        steps.reset_mock()
-        assert generate(model, "--save-stages", "kept", "--from-stage", stage, *more, output=stage) == 0
-        assert steps.call_count == {"latents": 0, "text": 4}[stage]
-        assert np.array_equal(pictures(stage), pictures("frames")), stage
-        assert torch.equal(latents.load("kept/latents.safetensors").tensor, before.tensor), stage
+    beside = ["frames.text.safetensors", "frames.latents.safetensors"]
+    for more, made, then in (
+        (["--until", "text"], beside[:1], 0),
+        (["--until", "latents"], beside, 4),
+        ([], beside, 0),
+    ):
+        for is_first, number in ((True, then), (False, 0)):
+            steps.reset_mock()
+            with patch.object(loading, "load_pipeline", side_effect=loading.load_pipeline) as load:
+                assert generate(models("text"), *more) == 0
+            assert steps.call_count == number
+            for call in load.call_args_list:
+                left_out = {"text": {"transformer", "vae"}, "latents": {"text_encoder", "tokenizer"}}[more[1]]
+                assert {name for name, value in call.kwargs.items() if value is None} >= left_out
+            assert load.call_count == (is_first and bool(more))
+            assert {path.name for path in Path().glob("frames.*safetensors")} == {*made}
+    assert np.array_equal(pictures("frames"), pictures("whole"))
+    said = capsys.readouterr()
+    assert said.err.count("is there, made by the same request") == 3
+    assert re.search("frames +5", said.out)
+    assert json.loads(Path("frames.json").read_text())["request"]["num_inference_steps"] == 4
 
 
 def test_a_cache_skips_steps_and_says_how_many(models, capsys):
@@ -157,40 +165,83 @@ CONDITIONED = {
 
 @pytest.mark.parametrize(("name", "more"), CONDITIONED.values(), ids=CONDITIONED)
 @pytest.mark.slow_cases(but=["image to video"])
-def test_a_conditioned_video_is_sampled_again_from_its_text(models, steps, name, more):
-    kept = ["--save-stages", "kept", "--guidance-scale", 1, "--num-inference-steps", 4, *more]
-    assert generate(models(name), *kept) == 0
+def test_a_conditioned_video_is_that_of_its_text_and_is_made_again_for_another_input(
+    models, steps, name, more
+):
+    given = ["--guidance-scale", 1, "--num-inference-steps", 4, *more]
+    assert generate(models(name), *given, output="a.mp4") == 0
     whole = steps.call_count
-    assert generate(models(name), *kept, "--from-stage", "text", output="again") == 0
+    assert generate(models(name), *given, "--until", "text", output="frames") == 0
+    assert steps.call_count == whole
+    assert generate(models(name), *given, output="frames") == 0
     assert steps.call_count == 2 * whole
-    assert np.array_equal(pictures("again"), pictures("frames"))
+    small_pipelines.picture(seed=9).save("picture.png")
+    write("clip.mp4", 255 - moving_frames(9), 8)
+    before = Path("a.mp4").read_bytes()
+    assert generate(models(name), *given, output="a.mp4") == 0
+    assert steps.call_count == 3 * whole
+    assert Path("a.mp4").read_bytes() != before
 
 
-def test_a_failed_decode_loses_nothing(models, capsys):
+def test_a_failed_decode_loses_nothing(models, steps, capsys):
     with patch.object(common, "decode_to", side_effect=RuntimeError("out of memory")):
-        assert generate(models("text"), "--tiling", "8x16", output="my frames/") == 1
-        assert generate(models("text"), "--save-stages", "kept") == 1
-    said, kept = capsys.readouterr().err, Path("my frames.latents.safetensors")
-    assert said.count("out of memory") == 2
-    advised = f"cogvideox-torchax decode '{kept}' -o 'my frames/' --dtype float32 --tiling 8x16"
-    assert f"the latents are kept: {advised}\n" in said
+        assert generate(models("text"), output="my frames/") == 1
+    said = capsys.readouterr().err
+    assert said.count("out of memory") == 1
+    assert "my frames.latents.safetensors has the latents: the same command goes on from there" in said
     assert not Path("my frames").exists()
-    assert torch.equal(latents.load(kept).tensor, latents.load(stages.path_of("kept", "latents")).tensor)
-    kept.unlink()
-    assert generate(models("text"), "--save-stages", "kept", "--from-stage", "latents") == 0
-    assert len(pictures("frames")) == small_pipelines.FRAMES
+    with patch.object(loading, "load_pipeline", side_effect=AssertionError("the VAE is enough")):
+        assert generate(models("text"), "--tiling", "8x16", "--fps", 5, output="my frames/") == 0
+    assert steps.call_count == 4
+    assert len(pictures("my frames")) == small_pipelines.FRAMES
+    assert {path.name for path in Path().glob("my*")} == {"my frames", "my frames.json"}
 
 
-def test_latents_that_are_kept_are_decoded_on_the_mesh_that_is_asked_for(monkeypatch):
+def test_latents_that_are_there_are_decoded_on_the_mesh_that_is_asked_for(models, monkeypatch):
     monkeypatch.setattr(common, "load_vae", lambda *given: given)
-    args = cli.parser().parse_args(["generate", "--model", "m", "-o", "x.mp4", "--tp", "4"])
+    args = cli.parser().parse_args([*arguments(models("text"), "--tp", 4), "--fps", "8"])
+    model = description.describe(args.model, clip=False)
+    generator = generation.Generator(args, model, generation.request_of(args, model))
     with devices.process_group(args) as group:
-        vae = command._vae_for(args, MADE, group.mesh)
-    assert vae == ("m", "torchax", "float32", make_mesh(1, 4))
+        generator.load(group, generation.Stage.LATENTS)
+    assert generator._vae == (args.model, "torchax", "float32", make_mesh(1, 4))
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("name", ["frames.json", "frames.latents.safetensors", "frames.text.safetensors"])
+def test_a_file_beside_the_video_that_is_not_its_own_is_left(models, refused, name, broken):
+    if name == "frames.json":
+        Path(name).write_text("{" if broken else '{"mine": 1}')
+    else:
+        latents.save(MADE, name)
+        Path(name).write_bytes(Path(name).read_bytes()[: -100 if broken else None])
+    before = Path(name).read_bytes()
+    assert f"{name} is broken, or not of this command: move it away" in refused(*arguments(models("text")))
+    assert Path(name).read_bytes() == before
+
+
+def test_counts_that_are_suggested_come_out_as_asked_or_it_is_said(models):
+    model = description.describe(str(models("text")), clip=False)
+    clip = description.describe(str(models("1.5")), clip=True)
+    for each, frames, made in (
+        (model, 4, (1, 5)),
+        (model, 0, (1, 5)),
+        (model, 10, (9, 13)),
+        (clip, 5, (4, 8)),
+    ):
+        with pytest.raises(description.RequestError) as error:
+            description.check_size(each, frames, 8, 16)
+        asked, *said = (
+            tuple(map(int, re.findall(r"\d+ or \d+", part)[0].split(" or ")))
+            for part in re.split(r"\(", str(error.value).split("generates")[1])
+        )
+        vae = Mock(config=each.vae, num_latent_frames_batch_size=2)
+        assert made == tuple(sum(DECODE.result_lengths(vae, each.latent_frames(count))) for count in asked)
+        assert said == ([] if made == asked else [made])
 
 
 BAD = {
-    "frames": ("text", ["--frames", 4], "generates 3 or 5 of them"),
+    "frames": ("text", ["--frames", 4], "generates 1 or 5 of them"),
     "size": ("text", ["--height", 10], "multiples of 8"),
     "positions of 1.5": (
         "1.5",
@@ -205,7 +256,11 @@ BAD = {
         "--guidance-scale 1.0, which does not use it",
     ),
     "a strength without steps": ("text", ["--video", "clip.mp4", "--strength", 0.2], "no step is left"),
-    "1.5 and a clip's frames": ("1.5", ["--video", "clip.mp4", "--frames", 5], "generates 3 or 7 of them"),
+    "1.5 and a clip's frames": (
+        "1.5",
+        ["--video", "clip.mp4", "--frames", 5],
+        r"generates 3 or 7 of them \(and makes 4 or 8\)",
+    ),
     "long prompt": ("text", ["--prompt", "a panda plays " * 9], r"tokens: .* takes 16; shorten it"),
     "an image for a text model": ("text", ["--image", "picture.png"], "takes no image"),
     "no image": ("image", [], "takes an image"),
@@ -228,8 +283,9 @@ BAD = {
     "no such LoRA's directory": (
         "text",
         ["--lora", "some/where/none"],
-        "there is no model directory some/where/none",
+        "there is no LoRA some/where/none: g",
     ),
+    "no such LoRA's name": ("text", ["--lora", "nonexisting"], "there is no LoRA nonexisting: give a safete"),
     "not a LoRA's file": ("text", ["--lora", "picture.png"], "cannot load the LoRA picture.png: "),
     "a broken LoRA": ("text", ["--lora", "broken.safetensors"], "cannot load the LoRA broken.safetensors: "),
     "another model's LoRA": ("text", ["--lora", "other.safetensors"], "one of a LoRA for CogVideoX's trans"),
@@ -239,13 +295,10 @@ BAD = {
     "nothing to skip": ("text", ["--cache", "pab:1"], "nothing would be skipped"),
     "no ratios": ("text", ["--cache", "magcache"], "RATIOS.json, a list that magcache:calibrate prints"),
     "a cache of guidance": ("text", ["--cache", "fastercache", "--guidance-scale", 1], "without guidance"),
-    "stages without a directory": ("text", ["--from-stage", "text"], "pass --save-stages"),
-    "no such stage": ("text", ["--from-stage", "text", "--save-stages", "none"], "there is no stage"),
-    "no latents": (
-        "text",
-        ["--from-stage", "latents", "--save-stages", "none"],
-        "there is no stage none/latents.safetensors: resume from 'text'",
-    ),
+    "a long name": ("text", ["-o", "o" * 240], "File name too long"),
+    "no text": ("text", ["--prompt", " "], "got an empty prompt: say what to show"),
+    "control characters": ("text", ["--prompt", "a\0b"], r"got a --prompt with control characters"),
+    "joined files": ("text", ["--negative-prompt", "a\ufeffb"], r"negative-prompt with control characters"),
 }
 
 
@@ -256,87 +309,10 @@ def test_wrong_input_is_one_line_before_any_weight_is_loaded(models, name, more,
     said = refused(*arguments(model, *more))
     assert re.search(words, said), said
     assert not Path("frames").exists()
-    assert not Path("none").exists(), "stages to resume from are not made"
 
 
 def test_a_prompt_is_needed(models, refused):
     assert "give --prompt" in refused("generate", "--model", models("text"), "-o", "frames")
-
-
-@pytest.fixture
-def kept(models, in_an_empty_directory):
-    """Stages without a run: as `generate` leaves them."""
-    model = description.describe(str(models("text")), image=False, clip=False)
-    size = dict(zip(("frames", "height", "width"), model.size, strict=True))
-    request = stages.Request(prompt="a panda", **size, num_inference_steps=4, dtype="float32")
-    Path("kept").mkdir()
-    embeddings = {name: torch.zeros(1, 16, 32) for name in ("prompt_embeds", "negative_prompt_embeds")}
-    stages.save_text("kept", embeddings, request=request, model=model.fingerprint)
-    return request
-
-
-CONTRADICTED = {
-    "another model": ("1.5", ["--num-inference-steps", 4], "another model"),
-    "another prompt": ("text", ["--prompt", "b"], "made with --prompt 'a panda'"),
-    "no guidance": ("text", ["--guidance-scale", 1], "made with guidance"),
-}
-
-
-@pytest.mark.usefixtures("kept")
-@pytest.mark.parametrize(("name", "more", "words"), CONTRADICTED.values(), ids=CONTRADICTED)
-def test_a_stage_that_the_request_contradicts_is_refused(models, name, more, words, refused):
-    assert words in refused(*arguments(models(name), "--save-stages", "kept", "--from-stage", "text", *more))
-
-
-@pytest.mark.usefixtures("kept")
-def test_a_stage_that_is_broken_or_another_or_of_another_model_is_refused(models, refused):
-    def error(stage):
-        return refused(*arguments(models("text"), "--save-stages", "kept", "--from-stage", stage))
-
-    text = stages.path_of("kept", "text")
-    metadata, tensors = tensor_files.load(text, ValueError)
-    request = json.loads(metadata["request"])
-    del request["dtype"]  # a request's own default is another
-    save_file(tensors, text, metadata | {"request": json.dumps(request)})
-    assert "is broken (it has no dtype)" in error("text")
-    text.write_bytes(text.read_bytes()[:-100])
-    assert "truncated" in error("text")
-    save_file(tensors, text)
-    assert "no 'text' stage" in error("text")
-    latents.save(replace(MADE, config={**MADE.config, "latent_channels": 4}), "kept/latents.safetensors")
-    assert "of another model" in error("latents")
-
-
-@pytest.mark.usefixtures("kept")
-def test_latents_that_are_kept_take_no_other_request_and_have_their_rate(models, refused):
-    config = json.loads(Path(models("text"), "vae/config.json").read_text())
-    made = latents.Latents(torch.zeros(1, 16, 3, 4, 8), config, "vae", Fraction(5), small_pipelines.FRAMES)
-    latents.save(made, "kept/latents.safetensors")
-    again = ("--save-stages", "kept", "--from-stage", "latents")
-    for option, value in {
-        **{"--prompt": "a dog", "--num-inference-steps": "9", "--preview": "a.png"},
-        **{"--scheduler": "DDIMScheduler", "--lora": "other.safetensors", "--lora-scale": "0.5"},
-    }.items():
-        assert f"leave {option} out" in refused(*arguments(models("text"), *again, option, value))
-    for more, fps in (([], 5), (["--fps", 10], 10)):
-        assert generate(models("text"), *again, *more, output="x.mp4") == 0
-        assert video.probe("x.mp4").fps == fps
-
-
-def test_a_new_generation_takes_the_stages_of_the_one_before_away(models, kept, monkeypatch):
-    model = description.describe(str(models("text")), image=False, clip=False)
-    assert stages.load_text("kept", model.fingerprint).request == kept
-    monkeypatch.setattr(
-        small_pipelines.CLASSES["text"], "check_inputs", Mock(side_effect=RuntimeError("killed"))
-    )
-    for more in ([], ["--from-stage", "text", "--num-inference-steps", 4]):
-        Path("kept/latents.safetensors").touch()
-        assert generate(models("text"), "--save-stages", "kept", *more) == 1
-        assert [path.name for path in Path("kept").iterdir()] == ["text.safetensors"]
-    Path("kept/latents.safetensors").touch()
-    monkeypatch.setattr(stages, "save_text", Mock(side_effect=RuntimeError("killed")))
-    assert generate(models("text"), "--save-stages", "kept") == 1
-    assert not Path("kept/latents.safetensors").exists(), "of the text before"
 
 
 # Many prompts
@@ -356,6 +332,7 @@ def records(directory="out"):
     found = {path.stem: json.loads(path.read_text()) for path in Path(directory).glob("*.json")}
     found.pop("prompts", None)
     assert {path.stem for path in Path(directory).glob("*.mp4")} == found.keys(), "one for each video"
+    assert not list(Path(directory).glob("*.safetensors")), "no stage, where nothing has failed"
     return {
         name: {key: value for key, value in record.items() if key != "seconds"}
         for name, record in found.items()
@@ -380,7 +357,10 @@ def test_a_file_of_prompts_makes_what_single_runs_make_and_goes_on_where_it_was(
     said = json.loads(capsys.readouterr().out)
     assert (said["videos"], said["done_before"], said["bad"]) == (3, 0, 0)
     made, first = records(), videos()
-    assert {name: (each["prompt"], each["seed"], each["frames"]) for name, each in made.items()} == {
+    assert {
+        name: (each["request"]["prompt"], each["request"]["seed"], each["frames"])
+        for name, each in made.items()
+    } == {
         "00001": ("a panda", 7, 5),
         "sea": ("the sea", 2005, 5),
         "00004": ("an egg", 3005, 5),
@@ -407,7 +387,7 @@ def test_a_file_of_prompts_makes_what_single_runs_make_and_goes_on_where_it_was(
     assert again["sea"][0] == first["sea"][0], "the same bytes"
     assert again["00004"] != first["00004"]
     assert records()["00004"]["request"]["negative_prompt"] == "a dog"
-    with patch.object(prompts, "Generator", side_effect=AssertionError("all is done")):
+    with patch.object(loading, "load_pipeline", side_effect=AssertionError("all is done")):
         assert cli.main(many(models("text"), "--seed", 5)) == 0
 
 
@@ -453,7 +433,24 @@ def test_two_actors_on_ray_one_of_them_killed_make_the_videos_of_one_process(mod
 BAD_LINES = {
     "no object": ("3", "an object with a prompt is wanted, got 3"),
     "no prompt": ('{"seed": 3}', "an object with a prompt is wanted"),
-    "an unknown field": ('{"prompt": "a", "stpes": 3}', "got stpes, which no prompt has"),
+    "an unknown field": (
+        '{"prompt": "a", "stpes": 3}',
+        "got stpes, which no prompt has: it may have prompt, negative_prompt, image, video, id, seed, steps",
+    ),
+    "two names of the steps": (
+        '{"prompt": "a", "steps": 2, "num_inference_steps": 2}',
+        "are one: leave one out",
+    ),
+    "an empty prompt": ('{"prompt": ""}', "got an empty prompt: say what to show"),
+    "no prompt but null": ('{"prompt": null}', "an object with a prompt is wanted"),
+    "a mark within": ('{"prompt": "a\\ufeffb"}', "got a --prompt with control characters"),
+    "the end of a file": ('{"prompt": "a", "negative_prompt": "\x1a"}', "an object with a prompt is wanted"),
+    "half a second": ('{"prompt": "a", "seed": 42.5}', "seed is 42.5, a whole number above -1 is wanted"),
+    "true": ('{"prompt": "a", "seed": true}', "seed is True, a whole number above -1 is wanted"),
+    "an image for a text model": (
+        '{"prompt": "a", "image": "picture.png"}',
+        "is a CogVideoXPipeline, and takes no image beside the prompt: got an image",
+    ),
     "a text for a number": ('{"prompt": "a", "seed": "3"}', "seed is '3', a whole number above -1 is wanted"),
     "a seed of 65 bits": (
         '{"prompt": "a", "seed": 18446744073709551616}',
@@ -462,8 +459,28 @@ BAD_LINES = {
     "no steps": ('{"prompt": "a", "steps": 0}', "steps is 0, a whole number above 0"),
     "a long prompt": (json.dumps({"prompt": "a panda plays " * 9}), "takes 16; shorten it"),
     "an id that leads out": ('{"prompt": "a", "id": "../a"}', "must not lead out"),
-    "an id twice": ('{"prompt": "a", "id": "00001"}', "its id 00001 is that of line 1: give it another"),
-    "the settings' name": ('{"prompt": "a", "id": "prompts"}', "is that of the settings' file"),
+    "an id twice": (
+        '{"prompt": "a", "id": "00001"}',
+        "its 00001.mp4 is that of line 1: give it another id",
+    ),
+    "the settings' name": (
+        '{"prompt": "a", "id": "prompts"}',
+        "its prompts.json is that of the settings' file",
+    ),
+    "an id of 235 bytes": (
+        json.dumps({"prompt": "a", "id": "i" * 235}),
+        "would have a name of 2",
+    ),
+    "an id of 240 bytes": (
+        json.dumps({"prompt": "a", "id": "i" * 240}),
+        "would have a name of 2",
+    ),
+    "an id below a record": ('{"prompt": "a", "id": "00001.json/c"}', "would be below another file"),
+    "an id below a copy's": (
+        '{"prompt": "a", "id": "00001-2.latents.safetensors/c"}',
+        "would be below another",
+    ),
+    "an id below the settings": ('{"prompt": "a", "id": "prompts.json/c"}', "would be below another file"),
     "half an emoji": (r'{"prompt": "cat \ud83d"}', "which UTF-8 cannot hold"),
     "a video of somebody else": (
         '{"prompt": "a", "id": "mine"}',
@@ -482,12 +499,11 @@ def test_a_bad_line_is_told_with_its_number_at_the_end_and_the_others_are_made(m
     assert cli.main(many(models("text"), *again)) == 1
     said = capsys.readouterr().err
     for number, (_, words) in enumerate(BAD_LINES.values(), 2):
-        name = "mine" if "somebody" in words or "no record" in words else f"line {number}"
-        assert re.search(f"^bad: {name}: .*{re.escape(words)}", said, re.MULTILINE), (number, words)
+        assert re.search(f"^bad: line {number}: .*{re.escape(words)}", said, re.MULTILINE), (number, words)
     assert Path("out/mine.mp4").read_bytes() == b"mine"
     Path("out/mine.mp4").unlink()
     made = records()
-    assert {name: each["seed"] for name, each in made.items() if "mine" not in name} == {
+    assert {name: each["request"]["seed"] for name, each in made.items() if "mine" not in name} == {
         "00001": 7,
         "00001-2": 8,
     }
@@ -496,14 +512,14 @@ def test_a_bad_line_is_told_with_its_number_at_the_end_and_the_others_are_made(m
 def test_a_prompt_that_fails_leaves_the_others_and_is_tried_again_when_asked(models, capsys):
     Path("prompts.txt").write_text("a panda\n\nthe sea\n")
     command = many(models("text"), "--prompts", "prompts.txt")
-    real = prompts.Generator.__call__
+    real = generation.Generator._sample
 
-    def fail(self, request, path):
+    def fail(self, request, text):
         if request.prompt == "a panda":
             raise ArithmeticError("step 1 gave NaN")
-        return real(self, request, path)
+        return real(self, request, text)
 
-    with patch.object(prompts.Generator, "__call__", fail):
+    with patch.object(generation.Generator, "_sample", fail):
         assert cli.main(command) == 1
     assert "bad: 00001: line 1: step 1 gave NaN; --retry-failed" in capsys.readouterr().err
     assert records().keys() == {"00003"}
@@ -512,14 +528,23 @@ def test_a_prompt_that_fails_leaves_the_others_and_is_tried_again_when_asked(mod
     assert records().keys() == {"00001", "00003"}
 
 
+OTHER_LISTS = ("list.csv", "list.md", "list", "/dev/stdin", "picture.png")
 WRONG_LISTS = {
     "a prompt beside": (["--prompt", "a"], "leave them out, or --prompts"),
-    "stages": (["--save-stages", "kept"], "leave them out, or --prompts"),
+    "a preview": (["--preview", "steps.png"], "leave them out, or --prompts"),
+    "more videos than a line has seeds": (
+        ["--num-videos-per-prompt", 1001],
+        "at most 1000, as many seeds as",
+    ),
+    **{
+        f"a list in {name}": (["--prompts", name], f"got prompts in {name}: give a .txt file")
+        for name in OTHER_LISTS
+    },
     "Ray and shares": (["--ray", "--distributed"], "leave out --distributed"),
     "actors without Ray": (["--actors", "2"], "add --ray"),
     "no such file": (["--prompts", "none.txt"], "there is no file or directory none.txt"),
     "no prompts": (["--prompts", "empty.txt"], "empty.txt has no prompts: write one on each line"),
-    "not UTF-8": (["--prompts", "clip.mp4"], "is not in UTF-8"),
+    "not UTF-8": (["--prompts", "latin.TXT"], "is not in UTF-8"),
     "a file for an output": (["-o", "out.mp4"], "many videos go into a directory"),
     "an image for a text model": (["--image", "picture.png"], "takes no image"),
     "another process": (["--processes", 2], "add --distributed"),
@@ -529,22 +554,121 @@ WRONG_LISTS = {
 @pytest.mark.parametrize(("more", "words"), WRONG_LISTS.values(), ids=WRONG_LISTS)
 def test_a_wrong_list_is_one_line_before_anything_is_made(models, more, words, refused):
     Path("prompts.jsonl").write_text(LINES[0])
-    Path("empty.txt").write_text("\n \n")
+    Path("empty.txt").write_text("\n \n# a comment\n")
+    Path("latin.TXT").write_bytes(b"caf\xe9")
+    for name in OTHER_LISTS:
+        Path(name).touch()
     assert words in refused(*many(models("text"), *more))
     assert not Path("out").exists()
 
 
-def test_videos_of_other_settings_are_refused_and_options_of_many_need_a_list(models, refused):
-    Path("prompts.jsonl").write_text(LINES[0])
+@pytest.fixture
+def nothing_made():
+    """Have `generate` write the settings of a directory, and make nothing."""
     with patch.object(prompts.PromptDirectory, "work", return_value=iter(())):
-        assert cli.main(many(models("text"))) == 0
-    for option, words in (
-        ("--guidance-scale", "guidance_scale is 6.0 there and 3.0 here"),
-        ("--fps", "fps is '8'"),
+        yield
+
+
+def save_model(seed):
+    torch.manual_seed(seed)
+    transformer = small_pipelines.transformer("5b", seed=seed, num_layers=1)
+    small_pipelines.one_layer(transformer=transformer).save_pretrained("m1")
+
+
+@pytest.mark.usefixtures("nothing_made")
+def test_videos_of_other_settings_are_refused_and_those_of_the_same_model_by_another_name_are_not(refused):
+    Path("prompts.jsonl").write_text(LINES[0])
+    Path("ratios.json").write_text("[1, 2]")
+    save_model(0)
+    small_pipelines.save_lora(small_pipelines.one_layer(), "lora")
+    given = ("--lora", "lora", "--cache", "magcache:ratios.json")
+    assert cli.main(many("m1", *given)) == 0
+    for name in ("./m1", "m1/", Path("m1").absolute(), "../" + Path().absolute().name + "/m1"):
+        assert cli.main(many(name, *given)) == 0
+    for option, value, words in (
+        ("--guidance-scale", 3, "guidance_scale is 6.0 there and 3.0 here"),
+        ("--fps", 3, "fps is '8'"),
+        ("--steps", 3, "num_inference_steps is 2 there and 3 here"),
+        ("--weights", "int8", "weights is None there and 'int8' here"),
+        ("--scheduler", "CogVideoXDPMScheduler", "scheduler is None there"),
+        ("--lora-scale", 0.5, "lora_scale is 1.0 there and 0.5 here"),
+        ("--tiling", "8x16", "tiling is None there"),
+        ("--cache", "pab", "cache is 'magcache:"),
     ):
-        assert words in refused(*many(models("text"), option, 3))
+        assert words in refused(*many("m1", *given, option, value))
+    Path("ratios.json").write_text("[1, 3]")
+    assert "cache is 'magcache:" in refused(*many("m1", *given))
+    Path("ratios.json").write_text("[1, 2]")
+    lora = Path("lora/pytorch_lora_weights.safetensors")
+    save_file({name: value + 1 for name, value in load_file(lora).items()}, lora)
+    assert "lora_sha256 is " in refused(*many("m1", *given))
+    shutil.rmtree("out")
+    assert cli.main(many("m1")) == 0
+    save_model(1)
+    assert "model_sha256 is " in refused(*many("m1"))
     for more in (["--num-videos-per-prompt", 2], ["--retry-failed"]):
-        assert "prompts" in refused(*arguments(models("text"), *more))
+        assert "prompts" in refused(*arguments("m1", *more))
+
+
+PROMPT_LISTS = {
+    "comments": ("a cat\n# a\n // b\n;c\n", ["a cat"], []),
+    "marks": ('- a ring\n"a cat"\n1. a dog\na "cat"\n', ["- a ring", '"a cat"', "1. a dog", 'a "cat"'], []),
+    "files joined": ("a cat\na\ufeff dog\n", ["a cat"], [2]),
+    "the end of a file of DOS": ("a cat\n\x1a", ["a cat"], [2]),
+    "UTF-16 without a mark": ("a cat\nb".encode("utf-16-le").decode("latin-1"), [], [1, 2]),
+}
+
+
+@pytest.mark.usefixtures("nothing_made")
+@pytest.mark.parametrize(("text", "wanted", "bad"), PROMPT_LISTS.values(), ids=PROMPT_LISTS)
+def test_lines_that_are_no_prompts_are_skipped_or_bad_or_warned_of(models, text, wanted, bad, capsys):
+    Path("PROMPTS.TXT").write_text(text)
+    with patch.object(prompts.PromptDirectory, "add", autospec=True) as add:
+        assert cli.main(many(models("text"), "--prompts", "PROMPTS.TXT")) == bool(bad)
+    assert [call.args[3].request.prompt for call in add.call_args_list] == wanted
+    said = capsys.readouterr().err
+    assert [int(number) for number in re.findall(r"^bad: line (\d+)", said, re.MULTILINE)] == bad
+    marked = "line 1, one of 3, begins with the mark of a list, or is in quotation marks"
+    assert (marked in said) == (wanted[:1] == ["- a ring"])
+    assert "says why" not in said or "failed-prompts.jsonl" not in said, "there is none"
+
+
+def test_the_stages_of_many_prompts_are_gone_on_from(models, steps):
+    Path("prompts.txt").write_text("a panda\n\nthe sea\n")
+    command = many(models("text"), "--prompts", "prompts.txt")
+    assert cli.main([*command, "--until", "text"]) == 0
+    assert {path.name for path in Path("out").iterdir()} - {"prompts.json"} == {
+        f"0000{number}.text.safetensors" for number in (1, 3)
+    }
+    Path("out/00003.text.safetensors").unlink()
+    assert cli.main([*command, "--until", "latents"]) == 0
+    assert steps.call_count == 4
+    with patch.object(loading, "load_pipeline", side_effect=AssertionError("the VAE is enough")):
+        assert cli.main(command) == 0
+        assert cli.main([*command, "--until", "text"]) == 0
+    assert len(list(Path("out").glob("*.mp4"))) == 2
+
+
+@pytest.mark.usefixtures("nothing_made")
+def test_a_line_is_taken_as_pandas_writes_it(models):
+    lines = [
+        '{"prompt": "a", "seed": 42.0, "negative_prompt": null, "id": null, "guidance_scale": 3}',
+        '{"prompt": "b", "num_inference_steps": 3.0}',
+        '{"prompt": "c", "steps": 4}',
+    ]
+    Path("prompts.JSONL").write_text("\n".join(lines))
+    with patch.object(prompts.PromptDirectory, "add", autospec=True) as add:
+        assert cli.main(many(models("text"), "--prompts", "prompts.JSONL")) == 0
+    made = [call.args[3].request for call in add.call_args_list]
+    assert [(each.seed, each.num_inference_steps) for each in made] == [(42, 2), (1000, 3), (2000, 4)]
+
+
+@pytest.mark.usefixtures("nothing_made")
+def test_of_two_runs_in_one_directory_the_second_names_the_directory(models, refused):
+    Path("prompts.jsonl").write_text(LINES[0])
+    assert cli.main(many(models("text"))) == 0
+    with whole.locked("out/failed-prompts.jsonl-0"):
+        assert "cannot write out: another run is writing it" in refused(*many(models("text")))
 
 
 @pytest.mark.slow

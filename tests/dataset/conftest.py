@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from cogvideox_torchax import cli
-from cogvideox_torchax.dataset import Clip, ClipConfig, EncodeClip, formats
+from cogvideox_torchax.dataset import Clip, ClipConfig, EncodeClip
+from cogvideox_torchax.files import kinds
 from tests import reference
 from tests.files.test_video import moving_frames, write
 from tests.fixtures import torchax_disabled
@@ -81,6 +82,6 @@ def encoded(small, tmp_path_factory):
     root = tmp_path_factory.mktemp("encoded")
     with torchax_disabled():
         assert encode(small, root / "latents") == 1
-        for kind in formats.SUFFIXES:
+        for kind in kinds.SUFFIXES:
             assert pack(root / "latents", root / kind, kind) == 0
     return root

@@ -87,7 +87,7 @@ BUCKETS = (Bucket(9, 16, 24), Bucket(17, 16, 24), Bucket(9, 24, 16), Bucket(9, 3
 def test_a_clip_goes_into_the_bucket_nearest_in_the_shape_that_is_shown_then_the_longest(
     frames, height, width, pixel, bucket
 ):
-    info = video.VideoInfo(Path("a.mp4"), height, width, Fraction(10), frames, pixel=Fraction(pixel))
+    info = video.Video(Path("a.mp4"), height, width, Fraction(pixel))
     assert choose(BUCKETS, info, frames) == BUCKETS[bucket]
 
 
@@ -160,25 +160,33 @@ def test_a_clip_is_resampled_by_the_times_of_its_frames(small, tmp_path):
 def test_at_its_own_rate_a_video_keeps_its_frames_and_at_half_of_it_every_second(fps, count):
     exact = [Fraction(index) / fps for index in range(count)]
     rounded = [Fraction(round(time * 1000), 1000) for time in exact]  # as .mkv stores times
-    for times in ((), exact, rounded):
-        info = video.VideoInfo(Path("a.mp4"), 24, 16, Fraction(fps), count, tuple(times))
-        assert info.at_rate(Fraction(fps)) == list(range(count))
-        assert info.at_rate(Fraction(fps) / 2) == list(range(0, count, 2))
+    for times in (exact, rounded):
+        info, end = video.Video(Path("a.mp4")), times[-1] + 1 / Fraction(fps)
+        info._decoded = lambda times=times, end=end: iter([*((time, None) for time in times), (end, None)])
+        assert [number for number, _ in info.frames(Fraction(fps))] == list(range(count))
+        assert [number for number, _ in info.frames(Fraction(fps) / 2)] == list(range(0, count, 2))
 
 
 def test_the_enlargement_is_of_the_picture_as_it_is_shown_and_before_it_is_cropped():
-    info = video.VideoInfo(Path("a.mp4"), 24, 48, Fraction(8), 9, pixel=Fraction(2))  # shown 96 wide
+    info = video.Video(Path("a.mp4"), 24, 48, pixel=Fraction(2))  # shown 96 wide
     assert video.cover(info, 48, 48).enlargement(info) == 2
     assert video.cover(info, 24, 24).enlargement(info) == 1
     assert video.Framing(24, 144).enlargement(info) == 1.5
     assert video.Framing(16, 24, crop=True).enlargement(info) == 1
 
 
-def test_a_long_clip_is_read_while_it_is_encoded_and_gives_the_same(small, monkeypatch):
-    monkeypatch.setattr("cogvideox_torchax.dataset.clip.AHEAD_BYTES", 1000)
-    reading = small.unit.read(clip_of(small))
-    assert reading.frames is None
-    assert torch.equal(small.unit.encode(reading).tensor, small.wanted["a.mp4"].tensor)
+def test_a_clip_is_decoded_once_and_a_long_one_again_while_it_is_encoded_and_gives_the_same(
+    small, monkeypatch
+):
+    opened = Mock(wraps=av.open)
+    monkeypatch.setattr(av, "open", opened)
+    for ahead, is_held, times in ((2**30, True, 1), (1000, False, 2)):
+        monkeypatch.setattr("cogvideox_torchax.dataset.clip.AHEAD_BYTES", ahead)
+        opened.reset_mock()
+        part = small.unit.read(clip_of(small))
+        assert (part.frames is not None) == is_held
+        assert torch.equal(small.unit.encode(part).tensor, small.wanted["a.mp4"].tensor)
+        assert opened.call_count == times
 
 
 def test_tiles_of_one_clip_are_put_back_before_the_next_and_written_down(small, monkeypatch):
@@ -235,13 +243,13 @@ def test_two_threads_load_a_model_once(small, monkeypatch):
 
 def test_a_file_that_changes_while_it_is_read_is_an_error(small, tmp_path, monkeypatch):
     path = write_clip(tmp_path / "growing.mp4")
-    real = video.read_frames
+    real = video.framed
 
     def and_grows(*args):
-        yield from real(*args)
         with path.open("ab") as file:
             file.write(b"more")
+        return real(*args)
 
-    monkeypatch.setattr(video, "read_frames", and_grows)
+    monkeypatch.setattr(video, "framed", and_grows)
     with pytest.raises(ClipError, match="was changed while it was read"):
         small.unit(Clip("growing", path))

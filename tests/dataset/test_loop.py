@@ -124,7 +124,9 @@ def test_an_actor_that_is_killed_is_replaced_and_the_result_is_that_of_one_machi
     ended = run_python(ENCODE, *of("ray"), "--ray", "--json")
     assert ended.returncode == 1, ended.stderr[-3000:]
     assert all(f"bad clip {name}" in ended.stderr for name in BAD)
+    assert "Deprecat" not in ended.stderr
     report = json.loads(ended.stdout)  # and nothing else, whatever Ray prints
+    assert report["computing_s"] > 0
     assert (report["clips"], report["bad"], report["device"]) == (5, 2, "Ray")
     assert (tmp_path / "ray.killed").exists()
     assert cli.main(of("alone")) == 1
@@ -139,7 +141,7 @@ def test_on_ray_a_cluster_that_is_not_there_and_shares_are_refused(small, tmp_pa
     assert "leave out" in refused(*given, "--ray", "--distributed")
 
 
-def test_an_actor_refuses_a_clip_that_cannot_be_read_and_ends_where_the_output_cannot_be_written(
+def test_an_actor_measures_its_work_refuses_a_clip_that_cannot_be_read_and_ends_where_it_cannot_write(
     small, tmp_path, monkeypatch
 ):
     from cogvideox_torchax.dataset import ray as engine
@@ -151,9 +153,11 @@ def test_an_actor_refuses_a_clip_that_cannot_be_read_and_ends_where_the_output_c
     actor = engine.ClipActor(small.config)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "cogvideox_torchax.files.video.probe", Mock(side_effect=OSError(5, "Input/output error"))
+            "cogvideox_torchax.files.video.Video.frames", Mock(side_effect=OSError(5, "Input/output error"))
         )
         assert "Input/output error" in actor(row)["error"]
+    done = actor({**row, "path": str(tmp_path / "b.safetensors")})
+    assert min(done["waited"], done["computed"]) > 0
     monkeypatch.setattr(
         "cogvideox_torchax.dataset.directory.whole_file", Mock(side_effect=OutputError("not writable"))
     )

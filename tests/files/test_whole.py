@@ -1,6 +1,8 @@
 """Files are whole or not there: of killed writers, of two at a time, on a full disk."""
 
 import contextlib
+import errno
+import fcntl
 import os
 import resource
 import signal
@@ -10,10 +12,8 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import torch
 
-from cogvideox_torchax.cli import stages
-from cogvideox_torchax.dataset import formats
+from cogvideox_torchax.dataset import packing
 from cogvideox_torchax.files import latents, reports, whole
 from cogvideox_torchax.files.whole import LockedError, OutputError, whole_file
 from tests.files import test_video
@@ -101,7 +101,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_of_the_same_output(tmp
     with writer(tmp_path / name, directory) as process:
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert len(listed(tmp_path)) == 1
+        assert len(listed(tmp_path)) == 2
         write(tmp_path / name, directory)
     assert listed(tmp_path) == [name]
     assert not directory or listed(tmp_path / name) == ["1.png"]
@@ -119,31 +119,33 @@ def test_a_second_writer_is_refused_and_the_first_is_left_alone(tmp_path, direct
 
 
 @pytest.mark.parametrize("another_begins", [False, True])
-def test_a_writer_that_ends_while_the_next_one_opens_its_place_is_left_alone(
+def test_a_writer_that_ends_while_the_next_one_opens_its_lock_is_left_alone(
     tmp_path, monkeypatch, another_begins
 ):
-    """The next one then locks a directory that is gone, or one that another has made anew under the name."""
-    path, place, real = tmp_path / "a", whole.hidden(tmp_path / "a", whole.WRITING), whole.fcntl.flock
+    """The next one then locks a file that is gone, or whose name another has made anew."""
+    path, place, real = tmp_path / "a", whole.hidden(tmp_path / "a", whole.LOCK), fcntl.flock
+    other = contextlib.ExitStack()
 
     def flock(handle, operation):
         monkeypatch.undo()
-        place.rmdir()
+        place.unlink()
         if another_begins:
-            place.mkdir()
+            other.enter_context(whole_file(path)).write_text("other")
         real(handle, operation)
 
-    monkeypatch.setattr(whole.fcntl, "flock", flock)
-    with whole_file(path) as temporary:
-        temporary.write_text("mine")
-        with pytest.raises(OutputError, match="another run is writing it"):
-            write(path)
-    assert files_in(tmp_path) == {"a": "mine"}
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with other, pytest.raises(LockedError) if another_begins else contextlib.nullcontext():
+        write(path)
+    assert files_in(tmp_path) == {"a": "other" if another_begins else "mine"}
 
 
-def test_without_locks_the_later_writer_writes_and_the_earlier_one_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(whole.fcntl, "flock", Mock(side_effect=OSError("no locks available")))
-    with pytest.raises(LockedError, match="cannot be locked"), whole_file(tmp_path / "a"):
-        write(tmp_path / "a")
+@pytest.mark.filterwarnings("ignore:flock not supported")
+def test_without_locks_of_the_file_system_a_second_writer_is_refused_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, "no locks")))
+    with whole_file(tmp_path / "a") as place:
+        with pytest.raises(LockedError):
+            write(tmp_path / "a")
+        place.write_text("mine")
     assert files_in(tmp_path) == {"a": "mine"}
 
 
@@ -160,23 +162,8 @@ def test_what_was_written_is_on_the_disk_before_its_name_and_then_the_name(tmp_p
     assert done == [*(["frame"] if directory else []), "output", "named", "parent"]
 
 
-def test_the_directory_of_an_exchange_goes_with_its_run_or_with_the_next_one_of_the_output(tmp_path):
-    directory = whole.hidden(tmp_path / "a", whole.EXCHANGE)
-    for next_run in (lambda: write(tmp_path / "a"), lambda: contextlib.nullcontext()):
-        directory.mkdir()
-        (directory / "left").touch()
-        next_run()
-        with whole.reserved(tmp_path / "a", whole.EXCHANGE):
-            assert listed(directory) == []
-            (directory / "part").write_text("x")
-            write(tmp_path / "a")
-            assert listed(directory) == ["part"]
-        assert listed(tmp_path) == ["a"]
-
-
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
-REQUEST = stages.Request(prompt="a cat", frames=9, height=16, width=24)
 ABOUT = {"id": "a", "caption": "a cat", "width": 40, "height": 24}
 
 
@@ -195,20 +182,16 @@ def write_video(path):
     test_video.write(path, test_video.moving_frames(60 if path.suffix == ".mp4" else 9))
 
 
-def write_shard(path):
-    member = path.parent.parent / "member.safetensors"
-    if not member.exists():
-        latents.save(latents.Latents(**{**vars(MADE), "about": ABOUT}), member)
-    kind = {suffix: kind for kind, suffix in formats.SUFFIXES.items()}[path.suffix]
-    formats.write(kind, [(0, member)] * 3, path)
+def write_shards(path):
+    clips = path.parent.parent / "clips"
+    clips.mkdir(exist_ok=True)
+    about = {"id": "a", "caption": "a cat", "width": 40, "height": 24, "settings": {}}
+    latents.save(latents.Latents(**{**vars(MADE), "about": about}), clips / "a.safetensors")
+    packing.pack(clips, path, path.stem)
 
 
 def write_figure(path):
     reports.save_figure(reports.pyplot().figure(figsize=(2, 1)), path)
-
-
-def write_stage(path):
-    stages.save_text(path.parent, {"prompt_embeds": torch.rand(1, 8, 16)}, request=REQUEST, model="abc")
 
 
 WRITERS = {
@@ -216,12 +199,10 @@ WRITERS = {
     "clip.gif": write_video,
     "frames": write_video,
     "z.safetensors": lambda path: latents.save(MADE, path),
-    "text.safetensors": write_stage,
     "report.json": lambda path: reports.write_json(path, {"text": "x" * 9999}),
     "figure.png": write_figure,
-    "shard.parquet": write_shard,
-    "shard.tar": write_shard,
-    "shard.safetensors": write_shard,
+    "parquet": write_shards,
+    "webdataset": write_shards,
 }
 
 

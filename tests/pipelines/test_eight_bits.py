@@ -481,7 +481,14 @@ def test_each_format_of_gguf_is_decoded_as_in_pytorch(form):
     want = upstream.from_gguf(data, form)
     assert want.shape == (3, 512)
     decode = import_torchax().interop.jax_view(lambda data: upstream.from_gguf(data, form))
-    assert torch.equal(runtime.plain_tensor(np.array(jax.jit(decode)(data.numpy()))), want)
+    got = runtime.plain_tensor(np.array(jax.jit(decode)(data.numpy())))
+    if form.name in ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"):
+        # Their blocks have a minimum. Some processors add it to the product without rounding that to float16.
+        difference, blocks = ((each.float().reshape(-1, 32)).abs() for each in (got - want, want))
+        assert (difference <= 2**-10 * blocks.amax(1, keepdim=True)).all()
+        assert (difference == 0).float().mean() > 0.5
+    else:
+        assert torch.equal(got, want)
 
 
 def test_files_in_eight_bits_are_refused_by_their_name(tmp_path):

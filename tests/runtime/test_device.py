@@ -112,6 +112,7 @@ FACTORIES = {
 
 
 @pytest.mark.parametrize("mode", ["nothing enabled", "inference mode", "torchax enabled"])
+@pytest.mark.slow_cases("*mode", "*torchax enabled")
 @pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
 def test_what_is_made_on_jax_has_the_values_of_the_cpu(make, mode):
     torch.manual_seed(0)

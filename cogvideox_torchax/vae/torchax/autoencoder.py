@@ -101,7 +101,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE):
         options = {option: diffusers_options.pop(option) for option in OPTIONS & diffusers_options.keys()}
         directory, dtype_name = checkpoint.locate_with_dtype(name, subfolder, variant, dtype, options)
         try:
-            vae, info = super().from_pretrained(
+            loaded: Any = super().from_pretrained(
                 directory,
                 variant=variant,
                 torch_dtype=getattr(torch, dtype_name),  # every release of diffusers takes this name
@@ -112,6 +112,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE):
         except (OSError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())
             raise checkpoint.ModelError(f"cannot load {name}: {reason}") from error
+        vae, info = loaded
         checkpoint.check_loading_info(info, name)
         return vae.eval()
 
