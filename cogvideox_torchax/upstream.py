@@ -207,12 +207,6 @@ def teach_copying(kind: Any, tensor_of: Any, to_torch: Any) -> None:
     copyreg.pickle(kind, reduce)
 
 
-def add_slot_names(kind: type) -> None:
-    """Add `__slotnames__` to a class, as Python does when an instance is first copied or pickled."""
-    slot_names: Any = getattr(copyreg, "_slotnames")  # noqa: B009
-    slot_names(kind)
-
-
 def one_program_each(registry: Any) -> None:
     """Compile torchax's additions, subtractions and products of tensors as one program each.
 

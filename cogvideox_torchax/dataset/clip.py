@@ -574,8 +574,7 @@ def model_sha256(vae: Any) -> str:
     shaping_fields = {name: vae.config.get(name) for name in latent_files.SHAPING_FIELDS}
     digest = hashlib.sha256(json.dumps(shaping_fields, sort_keys=True).encode())
     for name, weight in sorted(vae.state_dict().items()):
-        # With torchax on, torch's methods would turn plain tensors into JAX's arrays.
-        array = (lambda tensor: runtime.host_array(runtime.to_torch(tensor)))(weight)
+        array = runtime.host_array(runtime.to_torch(weight))
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()

@@ -41,7 +41,7 @@ def save_video(frames: Any, path: str | Path, fps: Fraction | float) -> None:
 
 
 def _save(frames: Any, path: str | Path, fps: Fraction | float) -> None:
-    """Do the work of `save_video`, with torchax off: torch's methods would else make JAX's arrays."""
+    """Write frames as `save_video` documents, to a path with a rate."""
     frames_THWC = _one_video(_array(frames), original=frames)
     with video.writing(path, fps) as sink:
         for pixels in frames_THWC:

@@ -63,14 +63,14 @@ def all_finite(tensor: torch.Tensor) -> Any:
 
 
 def concatenate(parts: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
-    """Return tensors joined along an axis; torchax need not be enabled."""
+    """Return tensors joined along an axis."""
     if on_jax(parts[0]):
         return tensor_of(arrays.concatenate(list(map(as_array, parts)), axis))
     return arrays.concatenate(parts, axis)
 
 
 def take(x: torch.Tensor, axis: int, start: int, length: int) -> torch.Tensor:
-    """Return the `length` entries of an axis from `start` on; torchax need not be enabled."""
+    """Return the `length` entries of an axis from `start` on, by one program for all starts."""
     if on_jax(x):
         return tensor_of(arrays.take(array_of(x), axis, start, length))
     return arrays.take(x, axis, start, length)

@@ -154,19 +154,6 @@ def _asks_for_a_copy(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
     return options.get("copy", len(switches) > 1 and switches[1])
 
 
-def _makes_host_tensor(operator: Any, args: Any, options: dict[str, Any]) -> bool:
-    """Return whether an operator makes a tensor of the host from no tensor on JAX.
-
-    The backward pass of `clamp` has such an operator. torchax would return a tensor on JAX.
-    """
-    device = options.get("device")
-    return device is not None and device.type == "cpu" and not any(map(on_jax, _tensors_in(args, options)))
-
-
-def _tensors_in(args: Any, options: dict[str, Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves((args, options)) if isinstance(leaf, torch.Tensor)]
-
-
 def set_strides(result: Any, like: Any, **order: torch.memory_format) -> None:
     """Give a new tensor on JAX the strides that it has in PyTorch: of `like` or a `memory_format`."""
     with no_dispatch(), torch._C.DisableTorchFunction():

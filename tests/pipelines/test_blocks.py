@@ -53,7 +53,7 @@ def step(model, videos=2, **changed):
     """Run a step of a model, stock or ported, where its weights are; return a plain tensor."""
     tensors = given(model, videos)
     if not runtime.is_on_jax(model):
-        return (lambda: model(**tensors, **changed, return_dict=False)[0])()
+        return model(**tensors, **changed, return_dict=False)[0]
     tensors = jax.tree.map(runtime.to_jax, tensors) | changed
     return runtime.to_torch(model(**tensors, return_dict=False)[0])
 

@@ -303,7 +303,7 @@ def test_contexts_do_not_mix(ported):
 
     stock = build().transformer
     stock.enable_cache(first_block(None))
-    want = (lambda: list(run(stock, lambda tensor: tensor)))()
+    want = list(run(stock, lambda tensor: tensor))
     ported.transformer._reset_stateful_cache()
     got = list(run(ported.transformer, runtime.to_jax))
     assert relative_error(torch.stack(got), torch.stack(want)) < TOLERANCE
@@ -313,7 +313,7 @@ def test_a_copy_keeps_the_cache_and_a_pickle_drops_it(ported):
     copied = copy.deepcopy(ported)
     ported.transformer.disable_cache()
     assert is_as_stock(copied)
-    plain = (lambda: pickle.loads(pickle.dumps(copied)))()
+    plain = pickle.loads(pickle.dumps(copied))
     assert not plain.transformer.is_cache_enabled
 
 

@@ -117,7 +117,7 @@ def test_a_step_in_int8_is_that_of_the_rounded_weights(weights, split, version):
 def test_a_prompt_in_int8_is_that_of_the_rounded_weights(weights):
     make = lambda: small_pipelines.text_encoder()  # noqa: E731
     ids, model = torch.tensor([[3, 4, 5, 1]]), ported(text_encoder=make(), weights=weights).text_encoder
-    want = (lambda: rounded(make())(ids)[0])()
+    want = rounded(make())(ids)[0]
     assert largest_error(runtime.to_torch(model(runtime.to_jax(ids))[0]), want) < 1e-4
     assert {name for name, w in model.named_parameters() if w.dtype == torch.int8} == matrices(make())
 
@@ -146,7 +146,7 @@ def test_the_files_weights_become_int8_while_they_are_loaded(tmp_path):
 
 
 def test_what_is_read_of_int8_has_the_dtype_that_transformers_gives_it(tmp_path):
-    (lambda: small_pipelines.one_layer().save_pretrained(tmp_path))()
+    small_pipelines.one_layer().save_pretrained(tmp_path)
     pipe = diffusers.CogVideoXPipeline.from_pretrained(tmp_path, dtype=torch.float16)
     layers = {n: m.weight.dtype for n, m in pipe.text_encoder.named_modules() if type(m) is torch.nn.Linear}
     assert {*layers.values()} == {torch.float16, torch.float32}
@@ -287,7 +287,7 @@ FORMS = {
 
 def loaded(form, part, tmp_path):
     make = stock if part == "transformer" else lambda: small_pipelines.text_encoder(num_layers=1)
-    return (lambda: FORMS[form][0](make(), tmp_path).eval())()
+    return FORMS[form][0](make(), tmp_path).eval()
 
 
 class ByWeights(CogVideoXAttnProcessor2_0):
@@ -419,7 +419,7 @@ def test_a_layer_of_the_users_stays_so_when_its_weights_are_cast(tmp_path):
 def test_a_prompt_with_the_bits_of_another_library_is_that_of_its_model(form, tmp_path):
     model = loaded(form, "text_encoder", tmp_path)
     ids, names = torch.tensor([[3, 4, 5, 1]]), in_bits(model)
-    want = (lambda: model(ids)[0])()
+    want = model(ids)[0]
     model = port(pipeline_of(text_encoder=model)).text_encoder
     assert largest_error(runtime.to_torch(model(runtime.to_jax(ids))[0]), want) < 1e-4
     assert of_dtype(model, FORMS[form][1]) == names != set()

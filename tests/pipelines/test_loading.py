@@ -29,7 +29,7 @@ def directory(tmp_path_factory):
 @pytest.fixture(scope="module")
 def in_float32(tmp_path_factory):
     path = tmp_path_factory.mktemp("in float32")
-    (lambda: small_pipelines.one_layer().save_pretrained(path))()
+    small_pipelines.one_layer().save_pretrained(path)
     return path
 
 
@@ -127,7 +127,7 @@ def test_embeddings_are_tied_as_transformers_ties_those_of_a_file(in_float32, tm
     save_file(weights | KEPT[kept](weights.pop(EMBEDDINGS[0])), file, {"format": "pt"})
     ids = torch.tensor([[3, 4, 5, 1]])
     stock = small_pipelines.CLASSES["text"].from_pretrained(path)
-    want = (lambda: stock.text_encoder(ids)[0])()
+    want = stock.text_encoder(ids)[0]
     for pipe in (load_pipeline(path, dtype=None, offload=offload), port(stock)):
         encoder = pipe.text_encoder
         assert largest_error(runtime.to_torch(encoder(runtime.to_jax(ids))[0]), want) < 1e-5
@@ -140,7 +140,7 @@ def test_embeddings_that_a_user_has_untied_stay_so(difference):
     encoder, ids = small_pipelines.text_encoder(), torch.tensor([[3, 4, 5, 1]])
     untied = torch.nn.Parameter(encoder.shared.weight.detach() + difference)
     encoder.encoder.embed_tokens.weight = untied
-    want = (lambda: encoder(ids)[0])()
+    want = encoder(ids)[0]
     pipe = port(small_pipelines.build(text_encoder=encoder, transformer=None))
     for _ in range(2):
         assert largest_error(runtime.to_torch(encoder(runtime.to_jax(ids))[0]), want) < 1e-5

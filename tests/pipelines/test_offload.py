@@ -317,7 +317,7 @@ def test_what_diffusers_does_to_weights_in_pytorch_is_refused_by_name(part, pinn
         model.enable_group_offload(onload_device=device, offload_type="leaf_level")
     with pytest.raises(ValueError, match=r"enable_layerwise_casting is .*call it before port"):
         model.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32)
-    alone = (lambda: copy.deepcopy(model).to("cpu"))()
+    alone = copy.deepcopy(model).to("cpu")
     alone.enable_group_offload(onload_device=device, offload_type="leaf_level")
 
 
@@ -345,7 +345,7 @@ def test_a_part_of_a_network_whose_weights_wait_can_be_used_alone(call, memory, 
     def given(*shape):
         return torch.linspace(-1, 1, math.prod(shape)).reshape(shape)
 
-    want = (lambda: call(build(), given))()
+    want = call(build(), given)
     with torch.no_grad():
         got = runtime.to_torch(call(waiting, lambda *shape: given(*shape).to("jax")))
     assert largest_error(got, want) < 1e-5
