@@ -9,7 +9,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +37,7 @@ _CYCLES = re.compile(r'"?estimated_cycles"?:"(\d+)"')
 # conditional on a predicate are "true_computation=%one, false_computation=%other".
 _RUNS = re.compile(r"\b(?:calls|to_apply|body|condition|[a-z]+_computations?)=(\{.*?\}|%?[\w.\-]+)")
 _TRIPS = re.compile(r'"?known_trip_count"?:\{"n":"(\d+)"\}')
+_CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _GROUPS = re.compile(
     r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|\{\}|\[[^ ]*?\](?:T\([\d,]*\))?)(?:,|$)"
 )
@@ -78,7 +79,9 @@ class Instruction:
         cycles: the compiler's own estimate; 0 where it says that it has none, None where it says nothing.
         runs: names of all computations that it runs: the one it calls, a loop's body and condition, a
             conditional's branches, a reduction's function.
-        trips: a loop's number of iterations, None if the compiler does not know it; 1 for other instructions.
+        trips: a loop's number of iterations: the compiler's, or the constant that its condition compares a
+            counter with, as of JAX's scans, which count from 0 by 1; None if the text has neither. 1 for
+            other instructions.
         groups: a collective's groups of devices that exchange, by their index in the mesh; empty if all
             devices are one group. For a collective-permute each group is a pair (sender, receiver).
         started: name of the start that this instruction, the end of an asynchronous pair, waits for; None for
@@ -129,6 +132,8 @@ def instructions(text: str) -> Iterator[Instruction]:
     written: dict[str, int] = {}
     read = Counter[str]()  # by an instruction's name: the bytes of its results that others read
     parameters: dict[tuple[str | None, int], str] = {}  # names by (computation, index)
+    numbers: dict[str, int] = {}  # constants by name
+    bounds: dict[str | None, int] = {}  # by a computation whose root is "counter < constant": the constant
     for line in text.splitlines():
         if head := _COMPUTATION.match(line):
             computation = head[1]
@@ -140,6 +145,10 @@ def instructions(text: str) -> Iterator[Instruction]:
             reads = [sizes.get(operand, 0) for operand in operands]
             if op == "parameter":
                 parameters[computation, int(found["operands"])] = name
+            elif op == "constant" and found["operands"].isdigit():
+                numbers[name] = int(found["operands"])
+            elif op == "compare" and found["root"] and "direction=LT" in line and operands[-1] in numbers:
+                bounds[computation] = numbers[operands[-1]]
             elif op in ("slice", "dynamic-slice"):
                 reads = [size]
             elif op == "dynamic-update-slice":  # of an array, by the second operand
@@ -165,7 +174,7 @@ def instructions(text: str) -> Iterator[Instruction]:
                 called=called,
                 cycles=0 if cycles == NO_ESTIMATE else cycles,
                 runs=tuple(re.findall(r"[\w.\-]+", " ".join(_RUNS.findall(line)))),
-                trips=_number(_TRIPS, line) if op == "while" else 1,
+                trips=_trips(line, bounds) if op == "while" else 1,
                 groups=_groups(_first_group(_GROUPS, line) or ""),
                 started=_first_group(_STARTED, line),
             )
@@ -212,7 +221,7 @@ def collectives(found: Iterable[Instruction]) -> dict[str, Traffic]:
 def times_run(found: Sequence[Instruction]) -> dict[str, int]:
     """Return how often each computation, by its name, runs in one run of a program's instructions.
 
-    A loop's body runs once per trip; a loop of unknown length counts as one trip. Several instructions may
+    A loop's body runs once per trip, or once if the number of trips is not known. Several instructions may
     run one computation, such as the start and the end of an asynchronous pair: the most frequent one counts.
     """
     callers: dict[str, list[tuple[str, int]]] = {}  # by computation: (calling computation, trips)
@@ -248,6 +257,11 @@ def _integers(text: str) -> list[int]:
 def _first_group(pattern: re.Pattern[str], line: str) -> str | None:
     match = pattern.search(line)
     return match[1] if match else None
+
+
+def _trips(line: str, bounds: Mapping[str | None, int]) -> int | None:
+    known = _number(_TRIPS, line)
+    return bounds.get(_first_group(_CONDITION, line)) if known is None else known
 
 
 def _number(pattern: re.Pattern[str], line: str) -> int | None:

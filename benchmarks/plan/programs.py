@@ -113,7 +113,7 @@ class TimedPlan(ProgramPlan):
         floor_s: the floor of the time, by FLOPs and bytes over the chip's peaks.
         kernel_times: times by the name of a Pallas kernel.
         collective_seconds: by kind, the time that the program waits for its collectives.
-        open_loops: number of loops of unknown length, which count once.
+        open_loops: number of loops of unknown length.
     """
 
     shares: dict[str, float]
@@ -125,8 +125,8 @@ class TimedPlan(ProgramPlan):
 
     @property
     def seconds(self) -> float:
-        """The sum of `shares`; NaN if the schedule of a kernel is not known."""
-        return sum(self.shares.values())
+        """The sum of `shares`; NaN if the schedule of a kernel or the length of a loop is not known."""
+        return math.nan if self.open_loops else sum(self.shares.values())
 
     @property
     def seconds_with_collectives(self) -> float:
@@ -214,7 +214,7 @@ def _timed(
         floor_s=plan.floor_seconds(chip),
         kernel_times=kernel_times(found, chip, schedules),
         collective_seconds=_collective_seconds(found, compiled, chip, times),
-        open_loops=sum(instruction.trips is None for instruction in found),  # of unknown length
+        open_loops=sum(instruction.trips is None for instruction in found),
     )
 
 
@@ -354,6 +354,8 @@ def program_rows(plan: ProgramPlan, chip: Chip | None) -> dict[str, Any]:
 
 
 def _time_rows(plan: TimedPlan) -> dict[str, Any]:
+    if plan.open_loops:
+        return {"estimate ms": f"none: the text does not tell how often {plan.open_loops} loops run"}
     shares = ", ".join(
         f"{kind} {100 * seconds / plan.seconds:.0f} %" for kind, seconds in plan.shares.items()
     )
@@ -365,8 +367,6 @@ def _time_rows(plan: TimedPlan) -> dict[str, Any]:
     }
     if moves := plan.shares.get(MOVES):
         rows["moves ms"] = f"{1e3 * moves:.2f}, by the compiler's cycles {1e3 * plan.compiler_moves_s:.2f}"
-    if plan.open_loops:
-        rows["loops of unknown length"] = f"{plan.open_loops}: counted once"
     if plan.collective_seconds:
         rows["waiting for collectives ms"] = 1e3 * sum(plan.collective_seconds.values())
     return rows

@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -185,6 +186,27 @@ def test_groups_and_trips_are_read_off_the_text():
     assert (found["w"].trips, found["u"].trips, found["g"].trips) == (5, None, 1)
     times = times_run(list(found.values()))
     assert times == times | {"main": 1, "body": 5, "then": 5, "branch": 5, "all-reduce-scatter.1": 1}
+
+
+def test_a_scan_counts_as_often_as_its_condition_says_and_another_loop_leaves_no_estimate():
+    """The compiler's text has no trip count of a scan, which would count once."""
+
+    def scan(x, ws):
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0]
+
+    def search(x, limit):
+        return jax.lax.while_loop(lambda h: h[0, 0] < limit, lambda h: jnp.tanh(h @ h), x)
+
+    def plan(function, *shapes):
+        structs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+        return programs.estimate_function(jax.jit(function), "v6e:1x1", structs, "loop", 1)
+
+    short, long = (plan(scan, (512, 512), (trips, 512, 512)) for trips in (5, 50))
+    assert short.open_loops == long.open_loops == 0
+    assert long.shares[programs.PRODUCTS] == pytest.approx(10 * short.shares[programs.PRODUCTS], rel=0.05)
+    unknown = plan(search, (512, 512), ())
+    assert (unknown.open_loops, unknown.as_json()["seconds"]) == (1, None)
+    assert programs.program_rows(unknown, CHIPS["v6e"])["estimate ms"].startswith("none: ")
 
 
 def test_a_programs_collectives_add_up_by_kind():
