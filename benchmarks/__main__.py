@@ -92,7 +92,6 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
         OPTIONS,
     ),
     "calibrate": ("estimate programs whose times on TPUs others have published", ()),
-    "torchtpu": ("estimate the VAE's programs under TorchTPU, in an environment that has it", ()),
     "draw": (
         "draw the tables of the documents from results/",
         (option("pages", nargs="*", metavar="PAGE", help="such as performance.md (default: all)"),),
@@ -102,7 +101,6 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
 MODULES = {
     "plan": "benchmarks.plan.command",
     "calibrate": "benchmarks.calibration",
-    "torchtpu": "benchmarks.torchtpu",
     "draw": "benchmarks.draw",
 }
 """By a command that measures nothing: the module whose `run` takes its options."""

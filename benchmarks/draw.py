@@ -1,7 +1,6 @@
 """`python -m benchmarks draw`: the tables of the documents, from results/."""
 
 import argparse
-import functools
 from collections.abc import Callable
 
 from benchmarks import estimated_tables as estimated, measured_tables as measured
@@ -11,7 +10,7 @@ from cogvideox_torchax.files.reports import write_text
 
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "figures"): estimated.figures,
-    ("docs/accuracy.md", "rounding"): measured.rounding,
+    ("README.md", "times"): estimated.times,
     ("docs/architecture.md", "sharding"): estimated.sharding,
     ("docs/datasets.md", "throughput"): measured.throughput,
     ("docs/install.md", "versions"): measured.versions,
@@ -19,41 +18,26 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/kernels.md", "composition"): estimated.composition,
     ("docs/kernels.md", "conv-schedule"): estimated.convolutions,
     ("docs/kernels.md", "layer"): estimated.layer,
-    ("docs/performance.md", "compile-times"): measured.compile_times,
+    ("docs/performance.md", "compiling"): measured.compiling,
     ("docs/performance.md", "devices"): measured.device_links,
     ("docs/performance.md", "host"): measured.host,
-    ("docs/performance.md", "measured"): measured.on_cpu,
     ("docs/performance.md", "network plans"): estimated.networks,
     ("docs/performance.md", "plans"): estimated.plans,
     ("docs/performance.md", "videos"): estimated.videos,
-    **{
-        ("docs/performance.md", name): functools.partial(measured.memory, kind)
-        for kind, (_label, name, _head) in measured.PANELS.items()
-    },
+    ("docs/performance.md", "memory"): measured.memory,
     ("docs/pipelines.md", "caches"): estimated.caches,
     ("docs/pipelines.md", "eight bits"): measured.eight_bits,
     ("docs/pipelines.md", "products"): estimated.linear,
     ("docs/pipelines.md", "programs"): measured.programs,
     ("docs/planning.md", "calibration"): estimated.calibrations,
     ("docs/planning.md", "gpus"): estimated.gpus,
-    ("docs/planning.md", "first call"): measured.first_call,
-    ("docs/planning.md", "ready"): measured.ready,
+    ("docs/planning.md", "intervals"): estimated.intervals,
     ("docs/planning.md", "pipelines"): estimated.pipelines,
-    ("docs/planning.md", "training"): estimated.training,
     ("docs/small-chips.md", "small chips"): estimated.small_chips,
     ("docs/tiny-pipeline.md", "choices"): measured.prompt_choices,
     ("docs/tiny-pipeline.md", "groups"): measured.prompts,
     ("docs/tiny-vae.md", "results"): measured.tiny_vae,
     ("docs/torchax-or-flax.md", "builds"): measured.builds,
-    ("docs/torchtpu.md", "torchtpu"): estimated.torchtpu,
-    **{
-        (page, "intervals"): functools.partial(estimated.intervals, link)
-        for page, link in (
-            ("README.md", "docs/planning.md"),
-            *((f"docs/{name}.md", "planning.md") for name in ("kernels", "performance", "torchtpu")),
-            ("docs/planning.md", ""),
-        )
-    },
 }
 """By page and name of its marks: the function that returns what goes between them."""
 
@@ -68,6 +52,5 @@ def run(options: argparse.Namespace) -> None:
             fill(ROOT / page, name, drawn())
     if not options.pages:
         measured.plot_memory()
-        estimated.plot_intervals()
         for name, report in measured.devices().items():
             write_text(RESULTS / "devices" / f"{name}.md", markdown(report))

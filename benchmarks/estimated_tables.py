@@ -1,56 +1,52 @@
 """The tables of estimates in the documents, each a function without arguments, from results/."""
 
+import argparse
 import math
 import re
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from benchmarks import calibration
-from benchmarks.pages import RESULTS, ROOT, STAR, estimate, estimates, kept
-from benchmarks.plan.chips import CHIPS, GIB
+from benchmarks import calibration, runs
+from benchmarks.pages import RESULTS, estimate, estimates, kept
+from benchmarks.plan.chips import GIB
 from benchmarks.plan.command import CASES, parsed
 from benchmarks.plan.networks import STEPS
-from cogvideox_torchax.files.reports import pyplot, save_figure, table
+from benchmarks.report import beside
+from cogvideox_torchax.files.reports import load, table
 
-PARTS = {
-    "pipeline-2b-v6e-1": ("network-prompt-v6e-1", "network-step-2b-v6e-1", "plan-v6e-1-decode-torchax"),
-    "pipeline-2b-v6e-8": ("network-prompt-v6e-8", "network-step-2b-v6e-8", "plan-v6e-8-decode-small-torchax"),
-    "pipeline-5b-v6e-1": ("network-prompt-v6e-1", "network-step-5b-v6e-1", "plan-v6e-1-decode-torchax"),
-    "pipeline-5b-v6e-8": ("network-prompt-v6e-8", "network-step-5b-v6e-8", "plan-v6e-8-decode-small-torchax"),
-    "pipeline-1.5-5b-v6e-8": (
-        "network-prompt-v6e-8",
-        "network-step-1.5-5b-v6e-8",
-        "plan-v6e-8-decode-torchax",
-    ),
-}
-"""Estimates of a prompt, a step and decoding on one slice, which were compiled one by one."""
 VIDEOS = {
     "2b, 49 x 480 x 720, one v6e": "pipeline-2b-v6e-1",
     "5b, 49 x 480 x 720, one v6e": "pipeline-5b-v6e-1",
-    "5b, 49 x 480 x 720, v6e-8": "pipeline-5b-v6e-8",
-    "1.5-5b, 81 x 768 x 1360, v6e-8": "pipeline-1.5-5b-v6e-8",
+    "5b, 49 x 480 x 720, eight v6e": "pipeline-5b-v6e-8",
+    "1.5-5b, 81 x 768 x 1360, eight v6e": "pipeline-1.5-5b-v6e-8",
 }
-"""By a video: the key of the estimates of its parts in `PARTS`."""
+"""By a video: the estimate of its pipeline."""
+SHOWN_CHIPS = {"v5e-1": "one v5e", "v6e-1": "one v6e", "v6e-8": "eight v6e"}
+"""By the end of an estimate's name: the chips of a column of README's first table."""
+FEW_STEPS: list[tuple[str, str, int | None]] = [
+    ("5b, 8 steps, LoRA GYP666/BLADE", "5b", 8),
+    ("5b, 4 steps, LoRA GYP666/BLADE", "5b", 4),
+    ("2b, 4 steps, LoRA Luo-Yihong/TDM_CogVideoX-2B_LoRA (VBench 81.65, its teacher 80.91)", "2b", 4),
+]
+"""Rows of README's first table: the label, the model, and the number of steps without guidance."""
+CHUNKS = {
+    kind: tuple(f"plan-v6e-1-{kind}-{build}" for build in ("torchax-stock", "torchax"))
+    for kind in ("decode", "encode")
+}
+"""By direction: the estimates of a steady chunk by diffusers' modules, and by this project's."""
 FUSED = "norm_conv3d", "upsampled"
 """The kernels with a column in `composition`, which sums up the times of all others."""
 LAYER = {
-    # By a kernel of 5b: (its part of a layer; ms before it, of XLA or a kernel of commit 4ef3ce7; floor, ms)
-    "attention": ("attention", 28.7, 21.2),
-    "modulated_norm": ("two modulated norms", 5.21, 0.54),
-    "linear": ("queries, keys and values", 2.94, 2.20),
-    "linear_gelu": ("ff1 with GELU", 5.30, 2.93),
-    "gated_linear": ("ff2 and out, with gate and residual, and the copy that out read", 6.15, 3.66),
-    "prepare": ("`prepare`: norms of queries and keys, rotation, layout", 1.19, 0.81),
+    # By a kernel of 5b: (its part of a layer; floor, ms)
+    "attention": ("attention", 21.2),
+    "modulated_norm": ("two modulated norms", 0.54),
+    "linear": ("queries, keys and values", 2.20),
+    "linear_gelu": ("ff1 with GELU", 2.93),
+    "gated_linear": ("ff2 and out, with gate and residual", 3.66),
+    "prepare": ("`prepare`: norms of queries and keys, rotation, layout", 0.81),
 }
 LAYERS = 42
-RUNNING_MAXIMUM = {"v6e": 1705, "v5e": 3396, "v5p": 1685, "tpu7x": 1811}
-"""By chip: cycles of the attention kernel of commit 4ef3ce7, which kept a running maximum."""
-
-
 SHOWN = {
-    # By a bar of the picture: its estimate, and what README says of it.
+    # By what `intervals` says of it: its estimate.
     "decode a chunk, stock torchax": "plan-v6e-1-decode-torchax-stock",
     "decode a chunk": "plan-v6e-1-decode-torchax",
     "encode a chunk, stock torchax": "plan-v6e-1-encode-torchax-stock",
@@ -59,77 +55,51 @@ SHOWN = {
 }
 
 
-def starred(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table, with a line below it if a cell has a `STAR`."""
-    note = "\n\n\\* Made by the earlier method, which took the compiler's cycles for what only moves data."
-    return table(head, rows) + (note if any(STAR in cell for row in rows for cell in row) else "")
-
-
 # How far estimates are off
 
 
 def calibrations() -> str:
-    """Return the table of published times beside estimates."""
+    """Return a table of published times over their estimates, a row for each kind and chip."""
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for name, row in kept("calibration")["rows"].items():
+        ratios.setdefault((row["bound"], name.partition(":")[0]), []).append(row["seconds"] / row["estimate"])
     return table(
-        (
-            "chip: program",
-            "measured, ms",
-            "estimate, ms",
-            "measured / estimate",
-            "bound by",
-            "source; clock",
-        ),
+        ("bound by", "chip", "programs", "measured / estimate"),
         [
             (
-                name,
-                *(f"{1e3 * seconds:.3g}" for seconds in (row["seconds"], row["estimate"])),
-                f"{row['seconds'] / row['estimate']:.2f}",
-                row["bound"],
-                row["source"],
+                *of,
+                str(len(found)),
+                " to ".join(dict.fromkeys(f"{end:.2f}" for end in (min(found), max(found)))),
             )
-            for name, row in kept("calibration")["rows"].items()
+            for of, found in sorted(ratios.items())
         ],
     )
 
 
-def likely(name: str) -> tuple[float, float, float]:
-    """Return the seconds of an estimate's last program, and the ends of their interval."""
-    program = estimate(name)["programs"][-1]
-    return program["seconds"], *calibration.interval(program)
+def stretches() -> dict[str, tuple[float, float]]:
+    """Return, by the names of `SHOWN`, the least and the largest ratio to its estimate that is likely."""
+    programs = {name: estimate(case)["programs"][-1] for name, case in SHOWN.items()}
+    return {
+        name: tuple(end / program["seconds"] for end in calibration.interval(program))
+        for name, program in programs.items()
+    }
 
 
-def shown() -> dict[str, tuple[float, float, float]]:
-    """Return what is `likely`, by the bars' names."""
-    return {label: likely(name) for label, name in SHOWN.items()}
-
-
-def intervals(page: str) -> str:
-    """Return the sentences of the intervals, with a link to the page of `calibrations`."""
-    kinds = [f"{kind} {low:.2f} to {high:.2f}" for kind, (low, high) in calibration.intervals().items()]
-    each = [f"{name} {low / mid:.2f} to {high / mid:.2f}" for name, (mid, low, high) in shown().items()]
-    return (
-        f"[Published times]({page}#how-far-estimates-are-off) of other programs are these multiples of their "
-        f"estimates:\n{', '.join(kinds)}.\n"
-        f"So these multiples of the estimates here are likely:\n{', '.join(each)}."
+def intervals() -> str:
+    """Return the sentences of the intervals."""
+    kinds, each = (
+        ", ".join(f"{name} {low:.2f} to {high:.2f}" for name, (low, high) in found.items())
+        for found in (calibration.intervals(), stretches())
     )
-
-
-def plot_intervals() -> None:
-    """Draw the estimates of `SHOWN` as bars with their intervals."""
-    bars = dict(reversed(shown().items()))  # the first one at the top
-    figure, axis = pyplot().subplots(figsize=(8, 0.5 * len(bars) + 1), layout="tight")
-    mid, low, high = zip(*bars.values(), strict=True)
-    axis.barh([*bars], mid, xerr=[np.subtract(mid, low), np.subtract(high, mid)], capsize=4)
-    axis.set(xlabel="seconds on one v6e, estimated, with intervals")
-    save_figure(figure, ROOT / "docs" / "images" / "estimates.png")
+    return f"Measured over estimated, by kind: {kinds}.\nSo, for programs of this project: {each}."
 
 
 # The VAE
 
 
 def plans() -> str:
-    """Return the model and the compiler of the VAE's estimates, and a table with a row for each."""
-    found = estimates("plan-*")
+    """Return the model and the compiler of the VAE's estimates, and a table with a row for each video."""
+    found = [plan for plan in estimates("plan-*") if plan["summary"]["chunks"] > 1]
     origins = {
         f"Model {each['model']}, {each['dtype']}, libtpu {each['versions']['libtpu']}, "
         f"jax {each['versions']['jax']}"
@@ -137,82 +107,45 @@ def plans() -> str:
     }
     head = ("video", "chips", "build", "first chunk, ms", "steady chunk, ms", "whole video, s", "peak, GiB")
     rows = sorted(map(_plan_row, found), key=lambda row: (row[1], row[0]))  # by chips, then by video
-    return f"{'; '.join(sorted(origins))}:\n\n{starred(head, rows)}\n"
+    return f"{'; '.join(sorted(origins))}:\n\n{table(head, rows)}\n"
 
 
 def _plan_row(plan: dict[str, Any]) -> tuple[str, ...]:
     """Return the row of a plan in `plans`; a plan may have the steady chunk's program alone."""
-    job, summary = plan["job"], plan["summary"]
-    first, steady = (1e3 * plan["programs"][i]["seconds_with_collectives"] for i in (0, -1))
-    count, generation = plan["mesh"]["dp"] * plan["mesh"]["tp"], plan["topology"].partition(":")[0]
-    one_chunk = summary["chunks"] == 1
-    whole = one_chunk or len(plan["programs"]) > 1  # else the first chunk's program was not planned
-    peak = max(program["peak_bytes"] for program in plan["programs"])
-    return (
-        f"{job['direction']} {job['frames']} x {job['height']} x {job['width']}"
-        + (f" in tiles of {job['tile'][0]} x {job['tile'][1]}" if job["tile"] else ""),
-        f"{count} {generation}" + (" core" + "s" * (count > 1) if generation == "tpu7x" else ""),
-        plan["backend"] + plan["star"],
-        f"{first:.0f}" if whole else "",
-        "" if one_chunk else f"{steady:.0f}",
-        f"{summary['with_collectives_s']:.2f}" if whole else "",
-        (f"{peak / GIB:.1f}" + ("" if summary["fits"] else " (does not fit)")) if whole else "",
+    job, summary, programs = plan["job"], plan["summary"], plan["programs"]
+    first, steady = (f"{1e3 * programs[i]['seconds_with_collectives']:.0f}" for i in (0, -1))
+    whole = (
+        f"{summary['with_collectives_s']:.2f}",
+        f"{max(each['peak_bytes'] for each in programs) / GIB:.1f}",
     )
+    count, generation = plan["mesh"]["dp"] * plan["mesh"]["tp"], plan["topology"].partition(":")[0]
+    about = (
+        f"{job['direction']} {job['frames']} x {job['height']} x {job['width']}",
+        f"{count} {generation}",
+        plan["backend"],
+    )
+    return (*about, first, steady, *whole) if len(programs) > 1 else (*about, "", steady, "", "")
 
 
 def composition() -> str:
-    """Return a table of the milliseconds of each part of a program, of the torchax build's plans for v6e."""
-    return starred(
-        ("program", "total", *FUSED, "other kernels", "XLA", "collectives"),
-        [
-            _composition_row(plan, program)
-            for plan in estimates("plan-v6e-*-torchax")
-            if len(plan["programs"]) > 1
-            for program in plan["programs"]
-        ],
+    """Return a table of the milliseconds of a steady chunk's parts, of the torchax build's plans for v6e."""
+    plans = [plan for plan in estimates("plan-v6e-*-torchax") if plan["summary"]["chunks"] > 1]
+    return table(
+        ("steady chunk", "total", *FUSED, "other kernels", "XLA", "collectives"),
+        [_composition_row(plan["job"], plan["mesh"], plan["programs"][-1]) for plan in plans],
     )
 
 
-def _composition_row(plan: dict[str, Any], program: dict[str, Any]) -> tuple[str, ...]:
-    job, chips = plan["job"], plan["mesh"]["dp"] * plan["mesh"]["tp"]
-    video = f"{job['direction']} {job['height']} x {job['width']}, {chips} chip{'s' * (chips > 1)}"
-    chunk = f"{_chunk(program)} of {program['frames']}{plan['star']}"
+def _composition_row(job: dict[str, Any], mesh: dict[str, int], program: dict[str, Any]) -> tuple[str, ...]:
     kernels = {name: kernel["seconds"] for name, kernel in program["kernel_times"].items()}
     fused = [kernels.pop(name, 0.0) for name in FUSED]
     others = sum(kernels.values())
     by_xla = program["seconds"] - sum(fused) - others
     parts = [*fused, others, by_xla, sum(program["collective_seconds"].values())]
-    return (f"{video}, {chunk}", *(f"{1e3 * seconds:.1f}" for seconds in (sum(parts), *parts)))
-
-
-def _chunk(program: dict[str, Any]) -> str:
-    return "first chunk" if program["name"] == "first" else "steady chunk"
-
-
-def torchtpu() -> str:
-    """Return the table of the programs, beside torchax's and those of diffusers' own modules by torchax."""
-    head = ("program", "stock torchax, ms", "torchax, ms", "TorchTPU, ms", "TorchTPU over torchax")
-    rows = []
-    for direction, captured in kept("torchtpu")["programs"].items():
-        stock, ported = (
-            {program["name"]: program for program in estimate(f"plan-v6e-1-{direction}-{build}")["programs"]}
-            for build in ("torchax-stock", "torchax")
-        )
-        for plan in captured:
-            name, own = plan["name"], ported[plan["name"]]
-            rows.append(
-                (
-                    f"{direction}, {_chunk(plan)}",
-                    # Of stock modules the first chunk's program is not estimated.
-                    f"{1e3 * stock[name]['seconds']:.0f}" if name in stock else "",
-                    f"{1e3 * own['seconds']:.1f}",
-                    f"{1e3 * plan['seconds']:.1f}",
-                    f"{plan['seconds'] / own['seconds']:.2f}",
-                    f"{own['kernels']} and {plan['kernels']}",
-                    f"{own['temp_bytes'] / GIB:.1f} and {plan['temp_bytes'] / GIB:.1f}",
-                )
-            )
-    return table((*head, "kernels", "temporaries, GiB"), rows)
+    return (
+        f"{job['direction']} {job['height']} x {job['width']}, {math.prod(mesh.values())} v6e",
+        *(f"{1e3 * seconds:.1f}" for seconds in (sum(parts), *parts)),
+    )
 
 
 def sharding() -> str:
@@ -256,9 +189,9 @@ def convolutions() -> str:
 
 def attention() -> str:
     return table(
-        ("chip", "cycles", "with a running maximum, formerly"),
+        ("chip", "cycles"),
         [
-            (chip, f"{one['cycles_of_1024_x_1024']:.0f}", str(RUNNING_MAXIMUM.get(chip, "")))
+            (chip, f"{one['cycles_of_1024_x_1024']:.0f}")
             for chip, one in kept("schedules")["attention"].items()
         ],
     )
@@ -277,32 +210,26 @@ def layer() -> str:
     """Return a table of the milliseconds of each part of a layer, of a step of 5b."""
     (step,) = estimate("network-step-5b-v6e-1")["programs"]
     return table(
-        ("part of a layer", "before, ms", "now, ms", "floor, ms"),
+        ("part of a layer", "estimate, ms", "floor, ms"),
         [
-            (
-                part,
-                f"{before:.2f}",
-                f"{step['kernel_times'][name]['seconds'] / LAYERS * 1e3:.2f}",
-                f"{floor:.2f}",
-            )
-            for name, (part, before, floor) in LAYER.items()
+            (part, f"{step['kernel_times'][name]['seconds'] / LAYERS * 1e3:.2f}", f"{floor:.2f}")
+            for name, (part, floor) in LAYER.items()
         ],
     )
 
 
-# GPUs, a pipeline's networks, and training
+# GPUs, and pipelines
 
 
 def gpus() -> str:
     """Return the table of the memory of programs on a GPU, which `plan` has written."""
-    head = ("program of 5b, 49 x 480 x 720, on one H100", "arguments, GiB", "temporaries, GiB", "whole, GiB")
-    columns = ("argument_bytes", "temp_bytes", "peak_bytes")
     return table(
-        head,
+        ("program of 5b, 49 x 480 x 720, on one H100", "GiB"),
         [
+            # A step's one program is "step" too.
             (
-                ", ".join(dict.fromkeys((name, program["name"]))),  # a step's one program is "step" too
-                *(f"{program[column] / GIB:.1f}" for column in columns),
+                ", ".join(dict.fromkeys((name, program["name"]))),
+                f"{program['peak_bytes'] / GIB:.1f}",
             )
             for name in ("decode", "encode", "step")
             for program in kept(f"gpu-{name}")["programs"]
@@ -311,149 +238,94 @@ def gpus() -> str:
 
 
 def networks() -> str:
-    """Return a table with a row for each estimate of a step or a prompt."""
-    return starred(
-        (
-            *(
-                "network",
-                "mesh",
-                "arguments, GiB",
-                "temporaries, GiB",
-                "fits",
-                "estimate, s",
-                "collectives, s",
-            ),
-            "a step's host, s",
-        ),
-        [_network_row(plan) for plan in estimates("network-*")],
+    """Return a table with a row for each estimate of a step, with guidance and without."""
+    named = {"network-step": "", "one-pass": ", without guidance"}
+    found = [(plan, passes) for name, passes in named.items() for plan in estimates(f"{name}-*")]
+    found.sort(key=lambda each: (each[0]["model"], math.prod(each[0]["mesh"].values())))
+    return table(
+        ("step of", "chips, mesh", "estimate, s", "of it exchanges, s"),
+        [
+            (
+                plan["model"] + passes,
+                "{topology}, dp={mesh[dp]} tp={mesh[tp]}".format(**plan),
+                *(f"{plan['summary'][name]:.3f}" for name in ("with_collectives_s", "collectives_s")),
+            )
+            for plan, passes in found
+        ],
     )
-
-
-def _network_row(plan: dict[str, Any]) -> tuple[str, ...]:
-    job, mesh, summary, (program,) = plan["job"], plan["mesh"], plan["summary"], plan["programs"]
-    is_step = job["network"] == "step"
-    video = f", {job['frames']} x {job['height']} x {job['width']}" if is_step else ""
-    return (
-        f"{job['network']}, {plan['model']}{video}{plan['star']}",
-        f"{plan['topology']}, dp={mesh['dp']} tp={mesh['tp']}",
-        f"{program['argument_bytes'] / GIB:.2f}",
-        f"{program['temp_bytes'] / GIB:.2f}",
-        "yes" if summary["fits"] else "no",
-        *(_seconds(summary[name], 0.01, 4) for name in ("estimate_s", "collectives_s")),
-        f"{host_step_seconds(plan['model']):.3f}" if is_step else "",
-    )
-
-
-def host_step_seconds(video: str) -> float:
-    """Return the seconds of the host for a step; `video` begins with the model's name."""
-    rows = kept("host")["layers"]  # by names such as "5b and 1.5-5b"
-    return next(row["step_ms"] for name, row in rows.items() if video.split(",")[0] in name) / 1e3
 
 
 def videos() -> str:
     """Return a table of the seconds of a whole video, from the prompt to the frames."""
     return table(
-        (
-            *("video", "prompts, s", f"{STEPS} steps, s", "one step, s", "a step's host, s", "VAE, s"),
-            "total, s",
-        ),
-        [(name, *(_seconds(seconds, 0.1, 3) for seconds in seconds_of_video(name))) for name in VIDEOS],
+        ("video", "prompts, s", f"{STEPS} steps, s", "VAE, s", "total, s"),
+        [(name, *map(_seconds, _video_seconds(estimate(case)))) for name, case in VIDEOS.items()],
     )
 
 
-def seconds_of_video(name: str) -> tuple[float, ...]:
-    """Return the seconds of the prompts, all steps, one step, its work on the host, the VAE, and a video.
-
-    The host queues a step while the device computes the one before, so the longer of the two counts. `name`
-    is a key of `VIDEOS`.
-    """
-    parts = map(estimate, PARTS[VIDEOS[name]])
-    prompts, one_step, frames = (part["summary"]["with_collectives_s"] for part in parts)
-    host_step = host_step_seconds(name)
-    steps = STEPS * max(one_step, host_step)
-    return prompts, steps, one_step, host_step, frames, prompts + steps + frames
+def _video_seconds(plan: dict[str, Any]) -> tuple[float, ...]:
+    prompts, steps, *decoding = spent(plan)
+    return prompts, steps, sum(decoding), sum(spent(plan))
 
 
-def _seconds(value: float, least: float, digits: int) -> str:
-    """Return the cell of a time: two digits after the point, or so many `digits` below `least`."""
-    return f"{value:.{digits if value < least else 2}f}"
+def _seconds(value: float) -> str:
+    return f"{value:.{3 if value < 0.1 else 2}f}"
+
+
+def spent(plan: dict[str, Any]) -> list[float]:
+    """Return the seconds of each program of a pipeline's estimate, as often as it runs in a video."""
+    runs = zip(plan["counts"], plan["programs"], strict=True)
+    return [count * program["seconds_with_collectives"] for count, program in runs]
 
 
 def pipelines() -> str:
-    """Return a table of the weights on every slice, with what was compiled for it."""
-    return _fitting(kept("pipelines")["rows"])
+    """Return a table of the memory and the seconds of a video, by pipeline and slice."""
+    return _fitting(re.compile("pipeline-"))
 
 
 def small_chips() -> str:
     """Return the rows of `pipelines` for one chip of v5e or v6e, and for eight of v5e."""
-    small = re.compile(r"-(v5e-[18]|v6e-1)(-int8|-int8-dynamic)?$")
-    return _fitting({case: row for case, row in kept("pipelines")["rows"].items() if small.search(case)})
+    return _fitting(re.compile(r"pipeline-.*-(v5e-[18]|v6e-1)(-int8|-int8-dynamic)?$"))
 
 
-def _fitting(found_rows: dict[str, Any]) -> str:
+def _fitting(wanted: re.Pattern[str]) -> str:
     """Return a table with a row for each case, which says whether it fits, with offload if it has to."""
-    head = ("pipeline", "chips, mesh", "memory of a device, GiB", "weights, GiB", "peak, GiB")
-    rows = []
-    for case, found in found_rows.items():
-        args = parsed(CASES[case].split())
-        generation, grid = args.topology.split(":")
-        memory, weights = CHIPS[generation].memory, found["weights"]
-        how, program_peaks, seconds, over = _compiled(case)
-        peak = offload_peak = 0.0
-        if program_peaks:
-            prompt, step, *decoding = program_peaks
-            beside = weights[2] - found["decoder"]  # the VAE's encoder
-            offload_peak = max(prompt, step, max(decoding) + beside)
-            others = prompt - weights[0], step - weights[1], max(decoding) - found["decoder"]
-            peak = sum(weights) + max(others)
-        moving = 0.0
-        # Weights that fit do not tell whether the pipeline does.
-        fits = ("yes" if peak <= memory else "no") if program_peaks else ""
-        if fits == "no" and offload_peak <= memory:  # each network goes to the devices, and back
-            fits, moving = "with offload", 2 * sum(weights) / CHIPS[generation].host_link
-        rows.append(
-            (
-                f"{args.model}, {args.frames} x {args.height} x {args.width}"
-                + (f", {args.weights}" if args.weights else "")
-                + (f", tiles of {args.tiling}" if args.tiling else ""),
-                f"{math.prod(map(int, grid.split('x')))} {generation}, dp={args.dp} tp={args.tp}",
-                f"{memory / GIB:g}",
-                f"{sum(weights) / GIB:.1f}",
-                *(f"{each / GIB:.1f}" if each else "" for each in (peak, offload_peak)),
-                fits,
-                f"{over}{seconds + moving:.1f}" if fits not in ("", "no") else "",
-                f"{moving:.1f}" if moving else "",
-                how,
-            )
-        )
-    return starred(
-        (*head, "peak with offload, GiB", "fits", "a video, s", "of these moving, s", "compiled"), rows
+    head = (
+        *("pipeline", "chips, mesh", "peak, GiB", "peak with offload, GiB", "fits"),
+        "a video, s",
     )
+    cases = [case for case in CASES if wanted.match(case) and (RESULTS / f"{case}.json").exists()]
+    return table(head, [_fitting_row(parsed(CASES[case].split()), estimate(case)) for case in cases])
 
 
-def _compiled(case: str) -> tuple[str, list[float], float, str]:
-    """Return how a slice was compiled, each program's peak in bytes, and the seconds of a video.
-
-    Where the pipeline was not compiled whole, the estimates of its parts are taken, if `PARTS` names them. A
-    program whose time is not known counts by its floor: then "over " stands for the last result, else "".
-    """
-    is_whole = (RESULTS / f"{case}.json").exists()
-    documents = [estimate(name) for name in ((case,) if is_whole else PARTS.get(case, ()))]
-    if not documents:
-        return "not compiled", [], 0.0, ""
-    # 2: the prompt, and the negative one.
-    counts = documents[0]["counts"] if is_whole else (2, STEPS, *documents[-1]["counts"])
-    programs = [program for document in documents for program in document["programs"]]
-    times = [program["seconds_with_collectives"] for program in programs]
+def _fitting_row(args: argparse.Namespace, plan: dict[str, Any]) -> tuple[str, ...]:
+    generation, grid = args.topology.split(":")
+    fits, moving = fitting(plan)
+    sizes = ("peak_memory_GiB", "offload_peak_GiB")
     return (
-        ("whole" if is_whole else "in parts") + max(document["star"] for document in documents),
-        [program["peak_bytes"] for program in programs],
-        sum(
-            count * (program["floor_s"] if seconds is None else seconds)
-            for count, seconds, program in zip(counts, times, programs, strict=True)
-        ),
-        "over " if None in times else "",
+        args.model
+        + (f", {args.weights}" if args.weights else "")
+        + (f", tiles of {args.tiling}" if args.tiling else ""),
+        f"{math.prod(map(int, grid.split('x')))} {generation}"
+        + (f", dp={args.dp} tp={args.tp}" if args.dp * args.tp > 1 else ""),
+        *(f"{plan['summary'][size]:.1f}" for size in sizes),
+        fits,
+        f"{sum(spent(plan)) + moving:.1f}" if fits != "no" else "",
     )
+
+
+def fitting(plan: dict[str, Any]) -> tuple[str, float]:
+    """Return whether a pipeline fits on its chips, and the seconds of its moves where offload is needed.
+
+    With offload each network goes to the devices once for a video, and back.
+    """
+    summary = plan["summary"]
+    memory = summary["memory_of_a_chip_GiB"]
+    if summary["peak_memory_GiB"] <= memory:
+        return "yes", 0.0
+    if summary["offload_peak_GiB"] <= memory:
+        return "with offload", summary["offload_moving_s"]
+    return "no", 0.0
 
 
 def caches() -> str:
@@ -465,12 +337,12 @@ def caches() -> str:
         "small model: PSNR, dB",
     )
     step = estimate("network-step-5b-v6e-1")
-    plain = ("none" + step["star"], "", "", f"{STEPS * step['summary']['with_collectives_s']:.1f}", "0", "")
+    plain = ("none", "", "", f"{STEPS * step['summary']['with_collectives_s']:.1f}", "0", "")
     rows = [
         (f"`{name}`", f"{one:.2f}", f"{eight:.2f}", _cached(name, skipped), str(skipped), f"{quality:.1f}")
         for name, (one, eight, skipped, quality) in kept("caches")["rows"].items()
     ]
-    return starred(head, [plain, *rows])
+    return table(head, [plain, *rows])
 
 
 def _cached(name: str, skipped: int) -> str:
@@ -484,64 +356,76 @@ def _cached(name: str, skipped: int) -> str:
     found = estimate(f"cached-{cache}")
     counts = (STEPS - skipped, skipped) if cache == "first-block" else found["counts"]
     seconds = (program["seconds_with_collectives"] for program in found["programs"])
-    return f"{sum(count * one for count, one in zip(counts, seconds, strict=True)):.1f}{found['star']}"
+    return f"{sum(count * one for count, one in zip(counts, seconds, strict=True)):.1f}"
 
 
-def training() -> str:
-    """Return a table of a training step: a row for each program, and one for the step."""
-    plan = estimate("train-step-v6e-1")
-    rows = [
-        (
-            f"{program['name']}, forward and backward{plan['star']}",
-            f"{program['seconds'] * 1e3:.1f}",
-            f"{program['floor_s'] * 1e3:.2f}",
-            f"{program['temp_bytes'] / GIB:.2f}",
-            f"{program['compile_seconds']:.0f}",
-        )
-        for program in plan["programs"]
-    ]
-    summary = plan["summary"]
-    whole = (
-        f"a step; with weights, gradients and AdamW's moments {summary['peak_memory_GiB']:.2f} GiB at most",
-        f"{summary['with_collectives_s'] * 1e3:.1f}",
-        "",
-        f"{summary['temporaries_GiB_at_most']:.2f}",
-        f"{sum(program['compile_seconds'] for program in plan['programs']):.0f}",
-    )
-    return starred(
-        ("v6e, 1 x 64 x 64, bfloat16", "estimate, ms", "floor, ms", "temporaries, GiB", "compile, s"),
-        [*rows, whole],
-    )
+# README
 
 
 def figures() -> str:
-    """Return README's table."""
-    head = ("estimated time, CogVideoX-5b in bfloat16", "chips", "diffusers through torchax", "this project")
-    decoding = estimate("plan-v6e-8-decode-torchax")["summary"]["with_collectives_s"]
-    whole = seconds_of_video("5b, 49 x 480 x 720, v6e-8")[-1]
-    return table(
-        head,
-        [
-            *(
-                (
-                    *(f"{kind} a chunk, 8 frames of 480 x 720", "1 v6e"),
-                    *(_with_interval(f"plan-v6e-1-{kind}-{build}") for build in ("torchax-stock", "torchax")),
-                )
-                for kind in ("decode", "encode")
-            ),
-            ("decode 81 frames of 768 x 1360", "8 v6e", "", f"{decoding:.2f} s"),
-            (
-                "a denoising step, 49 frames of 480 x 720",
-                "1 v6e",
-                "",
-                _with_interval("network-step-5b-v6e-1"),
-            ),
-            ("a prompt to 49 frames of 480 x 720, 50 steps", "8 v6e", "", f"{whole:.2f} s"),
-        ],
+    """Return README's two tables: a video's seconds by chips, and times beside those of diffusers."""
+    videos = [(f"{model}, {STEPS} steps with guidance", model, None) for model in ("5b", "2b")] + FEW_STEPS
+    found = [
+        (label, *(_seconds_cell(model, chips, steps) for chips in SHOWN_CHIPS))
+        for label, model, steps in videos
+    ]
+    beside_others = [
+        (f"{kind} 8 frames, one v6e, estimated; diffusers in torchax", *map(seconds, cases))
+        for kind, cases in CHUNKS.items()
+    ]
+    port, torch = step_on_a_gpu()
+    beside_others.append(("a step of 5b, NVIDIA H200, measured; diffusers in eager PyTorch", torch, port))
+    ratios = [
+        (label, f"{theirs:.3g}", f"{ours:.3g}", f"{theirs / ours:.1f}")
+        for label, theirs, ours in beside_others
+    ]
+    return (
+        table(("seconds for 49 frames of 480 x 720, estimated", *SHOWN_CHIPS.values()), found)
+        + "\n\n"
+        + table(("49 frames of 480 x 720", "diffusers, s", "this project, s", "ratio"), ratios)
     )
 
 
-def _with_interval(name: str) -> str:
-    """Return the cell of an estimate's last program, in seconds with their interval."""
-    seconds, low, high = likely(name)
-    return f"{seconds:.3f} s ({low:.3f} to {high:.3f})"
+def times() -> str:
+    """Return the sentences of README's first screen."""
+    one, small, eight = (f"{video_seconds('5b', chips):.0f}" for chips in ("v6e-1", "v5e-1", "v6e-8"))
+    fast = video_seconds("5b", "v6e-1", 4)
+    late = 100 * max(high for _low, high in stretches().values()) - 100
+    port, torch = step_on_a_gpu()
+    return (
+        f"CogVideoX-5b makes 49 frames of 480 x 720 in **{one} s on one v6e** chip, {small} s on one v5e "
+        f"with offload,\n{eight} s on eight v6e, and {fast:.1f} s on one v6e with [a LoRA for four steps]"
+        f"(#how-fast-it-is). These are estimates, up to\n{late:.0f} % too short; no TPU has run this "
+        f"project yet. Measured on an NVIDIA H200, a denoising step takes **{port:.2f} s**,\n"
+        f"and {torch:.2f} s with diffusers in PyTorch."
+    )
+
+
+def step_on_a_gpu() -> tuple[float, float]:
+    """Return the measured seconds of a step of 5b on an H200: this project's, and diffusers' in PyTorch."""
+    report = load(RESULTS / "devices" / "nvidia-h200.json", runs.FORMAT)
+    ((_job, port, torch),) = beside(report, "torch")
+    return port, torch
+
+
+def seconds(name: str) -> float:
+    """Return the estimated seconds of a plan's last program."""
+    return estimate(name)["programs"][-1]["seconds"]
+
+
+def video_seconds(model: str, chips: str, steps: int | None = None) -> float:
+    """Return the seconds of a video, with the moves of offload: of all steps, or `steps` without guidance."""
+    plan = estimate(f"pipeline-{model}-{chips}")
+    prompts, denoising, *decoding = spent(plan)
+    if steps:
+        prompts /= 2  # there is no negative prompt
+        denoising = steps * estimate(f"one-pass-{model}-{chips}")["summary"]["with_collectives_s"]
+    return prompts + denoising + sum(decoding) + fitting(plan)[1]
+
+
+def _seconds_cell(model: str, chips: str, steps: int | None) -> str:
+    if steps and not (RESULTS / f"one-pass-{model}-{chips}.json").exists():
+        return ""
+    found = video_seconds(model, chips, steps)
+    fits, _moving = fitting(estimate(f"pipeline-{model}-{chips}"))
+    return f"{found:.{0 if found > 20 else 1}f}" + (", with offload" if fits == "with offload" else "")

@@ -2,7 +2,7 @@
 
     python -m benchmarks.first_call         # writes results/first-call.json; ten minutes on two idle cores
     python -m benchmarks.first_call --warm  # writes results/ready.json; a minute
-    python -m benchmarks draw planning.md
+    python -m benchmarks draw performance.md
 
 The programs are the prompt, a denoising step, and the VAE's first and steady chunk. They are compiled one
 after the other, and as a pipeline's call compiles them: the VAE's in two threads beside the others

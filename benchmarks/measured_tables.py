@@ -4,19 +4,15 @@ import statistics
 from typing import Any
 
 from benchmarks import runs
-from benchmarks.jobs import Size
 from benchmarks.pages import RESULTS, ROOT, estimate, kept
-from benchmarks.plan.chips import GIB
 from benchmarks.report import beside
 from cogvideox_torchax.files.reports import load, pyplot, save_figure, table
 
-COMPILED_VIDEOS = "decode 49 x 480 x 720", "encode 49 x 480 x 720", "decode 49 x 768 x 1360"
-"""The videos of the rows of `compile_times`."""
 PANELS = {
-    # kind of curves of memory: (label of its axis, name of its table in the page, head of that table)
-    "over_frames": ("frames of 64 x 96", "frames", "frames"),
-    "over_size": ("pixels of each of 17 frames", "size", "pixels"),
-    "long": ("frames of 16 x 24, file to file", "long", "frames"),
+    # kind of curves of memory: label of its axis
+    "over_frames": "frames of 64 x 96",
+    "over_size": "pixels of each of 17 frames",
+    "long": "frames of 16 x 24, file to file",
 }
 ROLES = {
     "bikes, end": "held out",
@@ -51,25 +47,6 @@ def device_links() -> str:
     return "\n".join(items)
 
 
-def on_cpu() -> str:
-    """Return the times on a CPU: a title, and a table with a column for each way.
-
-    A row has the milliseconds of one part of a job, by each way of running it. Kernels are left out.
-    """
-    report, rows = devices()["cpu"], dict[tuple[str, ...], dict[str, str]]()
-    for result in report["results"]:
-        for part in result.get("parts", []):
-            if not result["job"].startswith("kernels "):
-                row = rows.setdefault((result["job"], part["part"], Size(**result["size"]).video), {})
-                row[result["way"]] = f"{1e3 * part['median_s']:.3g}"
-    ways = list(dict.fromkeys(way for row in rows.values() for way in row))
-    errors = [result["check"]["relative_error"] for result in report["results"] if result["status"] == "ok"]
-    where = f"{report['host']['cpus']} CPUs ({report['host']['machine']}), {report['date'][:10]}"
-    title = f"{report['dtype']}, {where}, ms; largest error {max(errors):.1e}:"
-    cells = [(*about, *(row.get(way, "") for way in ways)) for about, row in rows.items()]
-    return f"{title}\n\n{table(('job', 'part', 'video', *ways), cells)}"
-
-
 def builds() -> str:
     """Return a table of both builds' times: measured on a CPU, and estimated for a v6e."""
     measured = load(RESULTS / "ab-5b-cpu.json", runs.FORMAT)
@@ -90,16 +67,15 @@ def _over(port: float, flax: float) -> tuple[str, ...]:
 
 
 def host() -> str:
-    """Return the table of the host's times for a step, and a sentence about a CPU that is the device."""
+    """Return sentences about the host's times for a step, and about a CPU that is the device."""
     report = kept("host")
-    rows = [
-        (name, f"{row['call_ms']:.1f}", f"{row['step_ms']:.1f}") for name, row in report["layers"].items()
-    ]
+    two, five = (report["layers"][name]["step_ms"] for name in ("2b", "5b and 1.5-5b"))
     port, stock = (report["beside_stock"][way] for way in ("torchax", "torchax-stock"))
     return (
-        table(("transformer of", "call, ms of the host", "step, ms of the host"), rows)
-        + f"\n\nWhere the CPU itself is the device, a compiled step of a small transformer takes {port:.1f} "
-        f"ms with this\nproject's modules, and {stock:.1f} ms with diffusers' own modules through torchax."
+        f"On a CPU, the host takes {two:.0f} ms for a step of 2b, and {five:.0f} ms for one of 5b or 1.5-5b, "
+        f"measured with small\ntransformers of as many layers. Where the CPU itself is the device, a step of "
+        f"a small transformer takes\n{port:.1f} ms, and {stock:.1f} ms with diffusers' own modules through "
+        "torchax."
     )
 
 
@@ -135,25 +111,21 @@ def throughput() -> str:
 # Memory
 
 
-def memory(kind: str) -> str:
-    """Return the table of a kind of curves."""
-    (_label, _part, head), curves = PANELS[kind], kept("memory")[kind]
-    names = [
-        str(frames) if head == "frames" else f"{height} x {width}"
-        for frames, height, width in curves[0]["points"]
-    ]
+def memory() -> str:
+    """Return the table of the memory over the number of frames."""
+    curves = kept("memory")["over_frames"]
     return table(
-        (f"MiB, by {head}", *names),
+        ("MiB, by frames", *(str(frames) for frames, _height, _width in curves[0]["points"])),
         [(curve["way"], *(f"{value:.0f}" for value in curve["MiB"])) for curve in curves],
     )
 
 
 def plot_memory() -> None:
     figure, axes = pyplot().subplots(1, len(PANELS), figsize=(4.5 * len(PANELS), 4))
-    for axis, (kind, (label, _part, head)) in zip(axes, PANELS.items(), strict=True):
+    for axis, (kind, label) in zip(axes, PANELS.items(), strict=True):
         for curve in kept("memory")[kind]:
             places = [
-                frames if head == "frames" else height * width for frames, height, width in curve["points"]
+                height * width if kind == "over_size" else frames for frames, height, width in curve["points"]
             ]
             axis.plot(places, curve["MiB"], "o-", label=curve["way"])
         axis.set(xlabel=label, ylabel="MiB over a video of one frame", ylim=(0, None))
@@ -165,60 +137,18 @@ def plot_memory() -> None:
 # Compiling
 
 
-def compile_times() -> str:
-    """Return the table of the seconds and the memory to compile the programs of `COMPILED_VIDEOS`."""
-    return table(
-        ("job", "first chunk, s", "steady chunk, s", "memory of the host, GiB"),
-        [
-            (
-                job["job"],
-                *(f"{program['compile_seconds']:.0f}" for program in job["programs"]),
-                f"{job['process_bytes'] / GIB:.1f}",
-            )
-            for job in kept("compile-times")["jobs"]
-            if job["job"].rpartition(",")[0] in COMPILED_VIDEOS  # without ", one chip"
-        ],
+def compiling() -> str:
+    """Return sentences on the first call of a pipeline's programs, without a compile cache and with it."""
+    cold, warm = kept("first-call"), kept("ready")["cpu_seconds"]
+    traced = sum(seconds for name, seconds in warm.items() if name != "imports")
+    return (
+        f"The four programs of a 5b pipeline for one v6e compile in {cold['side by side']:.0f} s on "
+        f"{cold['cores']} CPU cores.\nA later process finds them in the compile cache. To look them up, it "
+        f"traces and lowers them, in {traced:.0f} s of one core,\nafter {warm['imports']:.0f} s of imports."
     )
-
-
-def first_call() -> str:
-    """Return a line for each way to compile, and the cores and versions that it was measured with."""
-    report = kept("first-call")
-    packages = " and ".join(f"{name} {version}" for name, version in report["versions"].items())
-    return table(
-        (f"programs of 5b for one v6e, on {report['cores']} CPU cores, {packages}", "s"),
-        [(way, f"{report[way]:.0f}") for way in ("one after the other", "side by side")],
-    )
-
-
-def ready() -> str:
-    """Return a line for each program of a first call with a full compile cache, and one for the imports."""
-    report = kept("ready")
-    spent = report["cpu_seconds"]
-    head = ("programs of 5b for one v6e", "traced and lowered, s of one core")
-    seconds = {name.partition(":")[0]: each for name, each in spent.items() if ":" in name}
-    seconds |= {"all": sum(seconds.values()), "imports": spent["imports"]}
-    return table(head, [(name, f"{each:.2f}") for name, each in seconds.items()])
 
 
 # Errors, and programs of others
-
-
-def rounding() -> str:
-    """Return the table of bfloat16's errors over PyTorch's, by the results that are convolved together.
-
-    The tile "0" of `rounding.py`'s report is direct convolution.
-    """
-    return table(
-        ("channels", "direct", "two results together", "four"),
-        [
-            (
-                row["name"],
-                *(f"{row[tile] / row['torch']:.2f}" if tile in row else "" for tile in ("0", "2", "4")),
-            )
-            for row in kept("rounding")["rows"]
-        ],
-    )
 
 
 def tiny_vae() -> str:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.files.reports import parse, write_json, write_text
+from cogvideox_torchax.files.reports import load, parse, write_json, write_text
 from cogvideox_torchax.versions import versions
 
 ROOT = Path(__file__).parents[1]
@@ -12,15 +12,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 TINY_PIPELINE = ROOT / "cogvideox_torchax" / "assets" / "tiny-pipeline"
 DEMO_MODEL = TINY_PIPELINE / "vae"
 FORMAT = "cogvideox-torchax-estimate/2"
-"""The format of an estimate. Format 1 had what only moves data by the compiler's cycles."""
-STAR = " *"
-"""The mark of a row from an estimate of format 1."""
+"""The format of an estimate."""
 
 
 def estimate(name: str) -> dict[str, Any]:
-    """Return the kept estimate of a name in results/; its "star" is `STAR`, or empty if it is of `FORMAT`."""
-    report = kept(name)
-    return report | {"star": "" if report["format"] == FORMAT else STAR}
+    """Return the kept estimate of a name in results/; `ValueError` if it is of another format."""
+    return load(RESULTS / f"{name}.json", FORMAT)
 
 
 def estimates(pattern: str) -> list[dict[str, Any]]:

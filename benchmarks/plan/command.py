@@ -162,6 +162,11 @@ CASES = {
             (16, "--topology v6e:4x4 --dp 2 --tp 8"),
         )
     },
+    **{
+        f"one-pass-{model}-{name}": f"--network step --model {model} {slice_} {SMALL} --no-guidance"
+        for model in ("5b", "2b")
+        for name, slice_ in (("v5e-1", "--topology v5e:1x1"), ("v6e-1", ONE), ("v6e-8", f"{EIGHT} --tp 8"))
+    },
     "network-prompt-v6e-1": f"--network prompt --model 5b {ONE}",
     "network-prompt-v6e-8": f"--network prompt --model 5b {EIGHT} --dp 2 --tp 4",
     "cached-first-block": f"{STEP} --cache first-block:0.1 --skips 20",
@@ -191,7 +196,6 @@ CASES = {
             ("v6e-32", "v6e:4x8", 16),
         )
     },
-    "train-step-v6e-1": "--network train-step --model 5b --frames 1 --height 64 --width 64",
 }
 """By the name of a file in results/: the options of its plan."""
 for _case in ("pipeline-1.5-5b-v5e-1", "pipeline-1.5-5b-v5e-1-int8"):

@@ -32,9 +32,8 @@ The first of an odd number of frames is computed alone, and needs no further mem
 IMAGE_BYTES = {ENCODE: 1083, DECODE: 739}
 """The bytes of temporaries for each pixel of a chunk of a single frame.
 
-All three tables come from the first chunks in benchmarks/results/plan-v6e-1-*-torchax.json and
-compile-times.json. At 480 x 720 a steady chunk needs less than a first chunk. At 720 x 1280 it needs a
-twentieth more than estimated.
+All three tables come from the first chunks in benchmarks/results/plan-v6e-1-*-torchax.json. At 480 x 720 a
+steady chunk needs less than a first chunk. At 720 x 1280 it needs a twentieth more than estimated.
 """
 PLANNED_CHANNELS, PLANNED_ITEMSIZE = 128, 2
 """The planned model's channels at the highest resolution, and the bytes of its numbers."""

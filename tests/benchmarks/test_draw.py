@@ -1,8 +1,10 @@
 """The tables of the documents, and the report of a run."""
 
+import re
+
 import pytest
 
-from benchmarks import draw, pages, report
+from benchmarks import draw, estimated_tables, pages, report
 from benchmarks.__main__ import main
 from benchmarks.jobs import Size, spread
 
@@ -42,6 +44,34 @@ def cells(text):
 def test_a_page_shows_what_its_results_hold(page, name):
     text = (pages.ROOT / page).read_text()
     assert pages.filled(text, name, draw.TABLES[page, name]()) == text, "run: python -m benchmarks draw"
+
+
+def test_sentences_say_what_the_tables_beside_them_say():
+    """A step of 2b on eight chips beside four, and what fits on one v5e."""
+    performance, planning, readme = (
+        (pages.ROOT / page).read_text() for page in ("docs/performance.md", "docs/planning.md", "README.md")
+    )
+    rows = {tuple(row[:2]): row[2:] for text in (performance, planning) for row in cells(text)}
+    four, eight = (float(rows["2b", f"v6e:{mesh}"][0]) for mesh in ("2x2, dp=2 tp=2", "2x4, dp=2 tp=4"))
+    longer = "a step of 2b takes longer on eight chips than on four"
+    assert (longer in " ".join(performance.split())) == (eight > four)
+    assert (rows["5b", "1 v6e"][2], rows["5b", "1 v5e"][2]) == ("yes", "with offload")
+    assert "fits on one v6e chip, and on one v5e chip with [offload]" in " ".join(readme.split())
+
+
+def test_the_pages_call_estimates_as_short_as_the_intervals_do():
+    late = round(100 * max(high for _low, high in estimated_tables.stretches().values()) - 100)
+    for page in ("README.md", "docs/performance.md"):
+        text = " ".join((pages.ROOT / page).read_text().split())
+        assert set(re.findall(r"up to (\d+) % too short", text)) == {str(late)}, page
+
+
+def test_a_few_steps_take_less_and_no_negative_prompt():
+    whole, few = (estimated_tables.video_seconds("5b", "v6e-1", steps) for steps in (None, 4))
+    step = pages.estimate("one-pass-5b-v6e-1")["summary"]["with_collectives_s"]
+    prompts, steps, *decoding = estimated_tables.spent(pages.estimate("pipeline-5b-v6e-1"))
+    assert whole == pytest.approx(prompts + steps + sum(decoding))
+    assert few == pytest.approx(prompts / 2 + 4 * step + sum(decoding))
 
 
 def test_a_page_without_the_marks_of_a_table_is_refused(refused):
