@@ -54,7 +54,7 @@ SCRIPTS = sorted(
 
 OWNERS = {
     "torchax": ("cogvideox_torchax.runtime",),
-    "flax": ("cogvideox_torchax.vae.nnx", "cogvideox_torchax.backends.flax"),
+    "flax": ("cogvideox_torchax.vae.nnx",),
     "av": ("cogvideox_torchax.files.video",),
     "matplotlib": ("cogvideox_torchax.files.reports",),
     "filelock": ("cogvideox_torchax.files.whole",),
@@ -253,7 +253,7 @@ MUTATIONS = {
     "Flax outside of its parts": (
         "cogvideox_torchax.sharding.mesh",
         "from flax import nnx",
-        "flax is imported by cogvideox_torchax.vae.nnx and cogvideox_torchax.backends.flax alone",
+        "flax is imported by cogvideox_torchax.vae.nnx alone",
     ),
     "PyAV outside of its module": (
         "cogvideox_torchax.files.reports",

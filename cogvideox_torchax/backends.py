@@ -1,24 +1,17 @@
-"""The backends, which are ways to run the VAE, as a table. A new backend is an entry in it.
+"""The backends, which are ways to run the VAE, as a table. A new backend is an entry in it."""
 
-A *build* is a file of this package: `modules` is of PyTorch's modules, diffusers' own or ported, and `flax`
-is the Flax build. Each has the class that loads a model, and functions of the same names.
-"""
-
-import importlib
-from collections.abc import Callable, Iterator, Set as AbstractSet
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.vae.checkpoint import locate_vae
 from cogvideox_torchax.vae.directions import ENCODE, Direction
 
+# Packages that import torch or Flax are imported where they are used: the list of names needs neither.
 if TYPE_CHECKING:
     import torch
     from jax.sharding import Mesh
-
-Use = Literal["run", "verify"]
-"""A use of a backend by the command line: to run a VAE, or to be compared by `verify`."""
 
 Recorder = Callable[["torch.Tensor", Any], tuple[dict[str, "torch.Tensor"], Any]]
 """A function that runs a chunk and records layers: (chunk, cache) -> (outputs, next cache).
@@ -38,25 +31,27 @@ class Backend:
 
     Attributes:
         name: by which it is chosen.
-        build: the file of this package that has the backend's functions.
-        uses: what the backend may be used for.
         stock: whether it runs diffusers' own modules.
         on_jax: whether JAX compiles it, so that it runs on a mesh too.
+        is_flax: whether it is the Flax build; all others run PyTorch's modules.
         vae: the model, with diffusers' interface: `encode(x).latent_dist` and `decode(z).sample`, in NCTHW;
             None before one is loaded.
     """
 
     name: str
-    build: str
-    uses: AbstractSet[Use]
     stock: bool = False
     on_jax: bool = True
+    is_flax: bool = False
     vae: Any = None
 
     @property
-    def functions(self) -> Any:
-        """The file of the backend's build."""
-        return importlib.import_module(f"{__name__}.{self.build}")
+    def model_class(self) -> Any:
+        """The class that loads a model; `ImportError` if its packages are not installed."""
+        if self.is_flax:
+            from cogvideox_torchax.vae.nnx.wrapper import FlaxVAEForPipelines as model_class
+        else:
+            from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX as model_class
+        return model_class
 
     def load(self, model: str, dtype: "torch.dtype", mesh: "Mesh | None" = None) -> "Backend":
         """Load a VAE, alone or from a whole pipeline, and run it on a mesh if there is one.
@@ -69,14 +64,17 @@ class Backend:
         Raises:
             ModelError: a file is missing or wrong; this `ValueError` says what to do.
         """
-        vae = self.functions.VAE.from_pretrained(locate_vae(model), torch_dtype=dtype)
+        vae = self.model_class.from_pretrained(locate_vae(model), torch_dtype=dtype)
         if mesh is not None:
             vae.place_on(mesh)
         return self.of(vae)
 
     def from_native(self, native: Any) -> "Backend":
         """Return this backend with the weights of a VAE in PyTorch, of diffusers' class or ported."""
-        return self.of(self.functions.from_native(native, self.stock))
+        from cogvideox_torchax.vae.torchax import autoencoder, networks
+
+        convert = networks.stock_of if self.stock else autoencoder.port_vae
+        return self.of(self.model_class.from_diffusers(native) if self.is_flax else convert(native))
 
     def of(self, vae: Any) -> "Backend":
         """Return this backend with a model of its class; where JAX compiles it, put its weights on JAX."""
@@ -98,32 +96,63 @@ class Backend:
 
     def chunks(self, direction: Direction, x: "torch.Tensor") -> "Iterator[torch.Tensor]":
         """Return an iterator over the results of a video's chunks; the results stay on the device."""
-        # Imported here, because it imports JAX, which the list of backends does without.
-        from cogvideox_torchax.vae.streaming import frames_of_chunks
+        from cogvideox_torchax.vae import chunks, streaming
+        from cogvideox_torchax.vae.torchax import networks
 
-        chunks = frames_of_chunks(self.vae, direction, self.put(x))
-        results = self.functions.stock_results if self.stock else type(self.vae).results
-        return results(self.vae, direction, chunks)
+        inputs = streaming.frames_of_chunks(self.vae, direction, self.put(x))
+        if not self.stock:
+            return self.vae.results(direction, inputs)
+        step = self._step(direction, networks.chunk_network(self.vae, direction))
+        return map(_as_tensor, chunks.run(step, inputs))
 
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
         """Return the function that runs a chunk and records each layer for which `wanted(name)` is true."""
-        return self.functions.recorder(self.vae, direction, wanted)
+        from cogvideox_torchax.vae.torchax import networks
+
+        if self.is_flax:
+            from cogvideox_torchax.vae.nnx.wrapper import to_array, to_tensor
+
+            step = self.vae.flax_vae.step(direction, records=True)
+        else:
+            to_array, to_tensor = lambda chunk: chunk, _as_tensor
+            network = networks.RecordedLayers(networks.chunk_network(self.vae, direction), wanted)
+            # The key differs from that of the direction's program that records nothing.
+            step = self._step(f"{direction}, recorded", network)
+
+        def record(chunk: "torch.Tensor", cache: Any) -> "tuple[dict[str, torch.Tensor], Any]":
+            outputs, cache = step(to_array(chunk), cache)
+            found = {name: to_tensor(output) for name, output in outputs.items() if wanted(name)}
+            return {name: runtime.to_torch(output) for name, output in found.items()}, cache
+
+        return record
+
+    def _step(self, key: str, network: "torch.nn.Module") -> Any:
+        """Return a network as a function (chunk, cache) -> (result, next cache).
+
+        For weights on JAX it is compiled. The model keeps the program under `key`, so that a later call
+        compiles nothing.
+        """
+        if not runtime.is_on_jax(self.vae):
+            return network
+        compiled = runtime.programs_of(self.vae).get(key, network, runtime.Program)
+        return compiled.step(compiled.weights(network))
+
+
+def _as_tensor(result: Any) -> "torch.Tensor":
+    return result if hasattr(result, "requires_grad") else runtime.tensor_of(result)
 
 
 _TABLE = {
     entry.name: entry
     for entry in (
-        Backend("torch", "modules", {"run", "verify"}, stock=True, on_jax=False),
-        Backend("torchax-stock", "modules", frozenset(), stock=True),
-        Backend("torchax", "modules", {"run", "verify"}),
-        Backend("flax", "flax", {"run", "verify"}),
+        Backend("torch", stock=True, on_jax=False),
+        Backend("torchax-stock", stock=True),
+        Backend("torchax"),
+        Backend("flax", is_flax=True),
     )
 }
-
-
-def names(use: Use) -> tuple[str, ...]:
-    """Return the names of the backends that may be used for this."""
-    return tuple(name for name, entry in _TABLE.items() if use in entry.uses)
+NAMES = ("torch", "torchax", "flax")
+"""The backends that the command line offers."""
 
 
 def backend(name: str) -> Backend:
@@ -135,7 +164,7 @@ def backend(name: str) -> Backend:
     if name not in _TABLE:
         raise BackendError(f"unknown backend {name!r}: one of {', '.join(_TABLE)}")
     try:
-        _TABLE[name].functions  # noqa: B018 - imports the file, whose packages may be missing
+        _TABLE[name].model_class  # noqa: B018 - its packages may be missing
     except ImportError as error:
         install = "pip install 'cogvideox-torchax[flax]'" if name == "flax" else "install it again"
         raise BackendError(
