@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import time
 
 import torch
 
@@ -18,8 +17,6 @@ def run(args: argparse.Namespace) -> int:
 
     for name in args.backends:
         backends.backend(name)  # raises for one that is not installed, before the work
-    if args.output is not None:
-        reports.pyplot()  # raises before the work, not after it
     output = None if args.output is None else whole.make_directory(args.output)
     x = _video(args)
     common.take_bundled_model(args)
@@ -28,17 +25,12 @@ def run(args: argparse.Namespace) -> int:
     say = common.narrator(args)
     with torch.no_grad():
         say("PyTorch in float32: encode and decode")
-        started = time.perf_counter()
         verifier = compare.Verifier(reference, x)
-        seconds = time.perf_counter() - started
         candidates = [
             compare.make_candidate(name, getattr(torch, dtype), reference)
             for dtype in args.dtype
             for name in args.backends
         ]
-        # The reference runs once more, layer by layer, and each candidate twice.
-        rest = seconds * (1 + 2 * len(candidates))
-        say(f"this took {seconds:.0f} s: the rest takes {rest:.0f} s where it runs as fast, and compiling")
         results = verifier.verify(candidates, say)
     about = {
         "version": __version__,
@@ -53,7 +45,6 @@ def run(args: argparse.Namespace) -> int:
     if output is not None:
         reports.write_json(output / "verify.json", document)
         reports.write_text(output / "verify.md", page)
-        report.draw_layers(results, output / "verify.png")
     print(json.dumps(document) if args.json else page)
     return 0 if all(result.passed for result in results) else 1
 

@@ -45,13 +45,10 @@ class Error:
     """The error of a result against the reference's.
 
     Attributes:
-        mean, largest: mean and maximum of the absolute difference.
         relative: the largest difference over the largest absolute value of the reference.
-        rms: root of the mean squared difference.
+        rms: root of the mean squared difference; of a layer that of its worst chunk.
     """
 
-    mean: float
-    largest: float
     relative: float
     rms: float
 
@@ -74,29 +71,24 @@ class WholeError(Error):
     """The error of a whole result, moments or decoded frames.
 
     Attributes:
-        at_borders: mean difference over the frames next to a border between chunks; None if there are none.
-        inside: mean difference over all other frames; None if there are none.
         psnr, ssim: for each decoded frame; equal frames have infinity and 1. Empty for moments.
     """
 
-    at_borders: float | None
-    inside: float | None
     psnr: list[float]
     ssim: list[float]
 
 
 @dataclass
 class Contract:
-    """One contract of docs/architecture.md, named in words, with its measured value and its bound.
-
-    The value is at most `allowed`; if `exact`, it is `allowed`.
-    """
+    """One contract of docs/architecture.md, named in words: a measured value is at most `allowed`."""
 
     name: str
     measured: float
     allowed: float
-    passed: bool
-    exact: bool = False
+
+    @property
+    def passed(self) -> bool:
+        return self.measured <= self.allowed  # false for NaN
 
 
 @dataclass
@@ -107,7 +99,6 @@ class Result:
         layers: the errors of the layers of both directions, in the order in which the layers run.
         whole: by direction, the error of the whole result; a result of a wrong shape has no entry.
         contracts: all contracts, whether kept or not.
-        first_bad_layer: the first of `layers` that leaves the tolerance; None if none does.
     """
 
     backend: str
@@ -115,14 +106,15 @@ class Result:
     layers: list[LayerError]
     whole: dict[str, WholeError]
     contracts: list[Contract]
-    first_bad_layer: LayerError | None
 
     @property
     def passed(self) -> bool:
         return all(contract.passed for contract in self.contracts)
 
-
-# The models
+    @property
+    def first_bad_layer(self) -> LayerError | None:
+        """The first layer that leaves the tolerance; None if none does."""
+        return next((layer for layer in self.layers if layer.chunk is not None), None)
 
 
 def make_candidate(name: str, dtype: torch.dtype, reference: DiffusersAutoencoder) -> Backend:
@@ -134,31 +126,24 @@ def make_candidate(name: str, dtype: torch.dtype, reference: DiffusersAutoencode
 
 # Layer by layer
 
-
-def differences_of(got: torch.Tensor, want: torch.Tensor) -> tuple[float, ...]:
-    """Return the differences of a layer's output for one chunk, `got`, from the reference's, `want`.
-
-    They are the number of values, the sums of the absolute and of the squared differences, the largest
-    absolute difference, and the reference's largest absolute value.
-    """
-    if got.shape != want.shape:
-        raise ValueError(f"got a layer of shape {tuple(got.shape)}, the reference's is {tuple(want.shape)}")
-    difference = (got.float() - want).abs_()
-    return (
-        got.numel(),
-        difference.sum(dtype=torch.float64).item(),
-        difference.square().sum(dtype=torch.float64).item(),
-        difference.max().item(),
-        want.abs().max().item(),
-    )
-
-
-Layers = dict[str, list[tuple[float, ...]]]
+Layers = dict[str, list[tuple[float, float, float]]]
 """By a layer's name, the `differences_of` each chunk; in the order in which the layers run."""
 
 
+def differences_of(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float, float]:
+    """Return the differences of a layer's output for one chunk, `got`, from the reference's, `want`.
+
+    They are the largest absolute difference, the reference's largest absolute value, and the root of the mean
+    squared difference.
+    """
+    if got.shape != want.shape:
+        raise ValueError(f"got a layer of shape {tuple(got.shape)}, the reference's is {tuple(want.shape)}")
+    largest = (got.float() - want).abs().max().item()
+    return largest, want.abs().max().item(), tolerances.rms_error(got, want)
+
+
 def compare_layers(
-    reference: DiffusersAutoencoder, candidates: list[Backend], direction: Direction, x: torch.Tensor
+    reference: Backend, candidates: list[Backend], direction: Direction, x: torch.Tensor
 ) -> list[Layers]:
     """Run the reference and all candidates over the same chunks, and compare the outputs of layers.
 
@@ -167,92 +152,43 @@ def compare_layers(
     """
     # A recorder takes a chunk and a cache, None for the first chunk. It returns the outputs, by name, of the
     # layers whose names `LAYER_NAME` matches, and the cache for the next chunk.
-    recorders = [candidate.recorder(direction, LAYER_NAME.fullmatch) for candidate in candidates]
-    reference_recorder = backend("torch").of(reference).recorder(direction, LAYER_NAME.fullmatch)
+    recorders = [each.recorder(direction, LAYER_NAME.fullmatch) for each in (reference, *candidates)]
     differences: list[Layers] = [{} for _ in candidates]
-    reference_cache = None
-    caches = [None] * len(candidates)
-    for span in direction.chunks(reference, x.shape[2]):
-        chunk = x[:, :, span.start : span.stop]
-        reference_outputs, reference_cache = reference_recorder(chunk, reference_cache)
-        for i, candidate in enumerate(candidates):
-            placed = candidate.put(chunk.to(candidate.vae.dtype))  # on the backend's device
+    caches = [None] * len(recorders)
+    for span in direction.chunks(reference.vae, x.shape[2]):
+        chunk, wanted = x[:, :, span.start : span.stop], {}
+        for i, each in enumerate((reference, *candidates)):
+            placed = each.put(chunk.to(each.vae.dtype))  # on the backend's device
             outputs, caches[i] = recorders[i](placed, caches[i])
-            for name, want in reference_outputs.items():
-                if name in outputs:
-                    differences[i].setdefault(name, []).append(differences_of(outputs[name], want))
+            wanted = wanted or outputs  # the reference's, which runs first
+            for name in filter(outputs.__contains__, wanted if i else ()):
+                differences[i - 1].setdefault(name, []).append(differences_of(outputs[name], wanted[name]))
     return differences
 
 
-def _layer_error(
-    name: str,
-    dtype: torch.dtype,
-    chunks: list[tuple[float, ...]],
-    torch_bfloat16: list[tuple[float, ...]],
+def layer_error(
+    name: str, dtype: torch.dtype, chunks: list[tuple[float, float, float]], torch_rms: float
 ) -> LayerError:
     """Return the error of a layer over all chunks, from each chunk's differences.
 
-    `torch_bfloat16` are those of PyTorch in bfloat16; they are not read for a candidate in float32.
+    `torch_rms` is the largest of PyTorch in bfloat16; it is not read for a candidate in float32.
     """
-    # Each is an array with a value for each chunk.
-    sizes, absolutes, squares, largests, scales = np.transpose(chunks)
+    largests, scales, rms = np.transpose(chunks)  # each has a value for each chunk
     # In float32 the bound is on the largest difference, relative to the reference's largest value in all
     # chunks. In bfloat16 it is on the RMS difference, as a multiple of that of PyTorch in bfloat16.
     if dtype == torch.float32:
         passed = largests <= tolerances.FLOAT32_RELATIVE * scales.max()
     else:
-        torch_sizes, _, torch_squares, _, _ = np.transpose(torch_bfloat16)
-        torch_rms = ((torch_squares / torch_sizes) ** 0.5).max()
-        passed = (squares / sizes) ** 0.5 <= tolerances.BFLOAT16_LAYER_RMS_RATIO * torch_rms
-    # The figures are of all chunks together.
+        passed = rms <= tolerances.BFLOAT16_LAYER_RMS_RATIO * torch_rms
     return LayerError(
         name=name,
-        mean=absolutes.sum() / sizes.sum(),
-        largest=largests.max(),
         relative=tolerances.ratio(largests.max(), scales.max()),  # 0 / 0 is 0 here
-        rms=(squares.sum() / sizes.sum()) ** 0.5,
+        rms=rms.max(),
         chunk=None if passed.all() else int(passed.argmin()),  # the first False; a NaN never passes
     )
 
 
 # As a whole
-
-
-def border_frames(lengths: list[int]) -> list[int]:
-    """Return the indices of the frames on both sides of each border between chunks of these lengths."""
-    *borders, _end = np.cumsum(lengths).tolist()  # a border's number is that of the first frame after it
-    return sorted({frame for border in borders for frame in (border - 1, border)})
-
-
-def compare_whole(got: torch.Tensor, want: torch.Tensor, lengths: list[int], pixels: bool) -> WholeError:
-    """Return the error of a backend's whole result `got` against the reference's `want` (N, C, T, H, W).
-
-    Args:
-        lengths: number of the result's frames in each chunk.
-        pixels: whether the results are decoded frames, which get PSNR and SSIM too; else they are moments.
-    """
-    difference = (got.double() - want.double()).abs()
-    by_frame = difference.mean(dim=(0, 1, 3, 4)).numpy()
-    # True for the frames on both sides of a border between chunks.
-    is_border = np.isin(np.arange(len(by_frame)), border_frames(lengths))
-    frames = range(want.shape[2]) if pixels else ()
-    return WholeError(
-        mean=difference.mean().item(),
-        largest=difference.max().item(),
-        relative=tolerances.relative_error(got, want),
-        rms=tolerances.rms_error(got, want),
-        at_borders=_mean(by_frame[is_border]),
-        inside=_mean(by_frame[~is_border]),
-        psnr=[tolerances.psnr(got[:, :, t], want[:, :, t], PIXEL_RANGE) for t in frames],
-        ssim=[ssim(got[:, :, t : t + 1], want[:, :, t : t + 1], PIXEL_RANGE) for t in frames],
-    )
-
-
-def _mean(values: np.ndarray) -> float | None:
-    return float(values.mean()) if values.size else None
-
-
-# All of it
 
 
 class Verifier:
@@ -265,21 +201,15 @@ class Verifier:
     Attributes:
         inputs: by direction, the input: the video, or the reference's latents.
         answers: by direction, the reference's result: moments (mean and log-variance), or decoded frames.
-        lengths: by direction, number of the result's frames in each chunk.
     """
 
     def __init__(self, reference: DiffusersAutoencoder, x: torch.Tensor):
-        self.reference = reference
-        reference_backend = backend("torch").of(reference)
-        moments = reference_backend.run(ENCODE, x)
+        self.reference = backend("torch").of(reference)
+        moments = self.reference.run(ENCODE, x)
         # All backends decode these latents, the mean, so that an error in encoding does not reach the frames.
         mean, _log_variance = moments.chunk(2, dim=1)
         self.inputs = {ENCODE: x, DECODE: mean}
-        self.answers = {ENCODE: moments, DECODE: reference_backend.run(DECODE, self.inputs[DECODE])}
-        self.lengths = {
-            direction: direction.result_lengths(reference, self.inputs[direction].shape[2])
-            for direction in Direction
-        }
+        self.answers = {ENCODE: moments, DECODE: self.reference.run(DECODE, mean)}
 
     @torch.no_grad()
     def verify(
@@ -289,95 +219,92 @@ class Verifier:
 
         The slow part, PyTorch in float32, runs once for all candidates. `say` gets a line for each step.
         """
-        torch_bfloat16 = None
-        baseline_errors = {}  # by direction, of PyTorch's whole results in bfloat16
-        if any(candidate.vae.dtype == torch.bfloat16 for candidate in candidates):
-            # PyTorch in bfloat16, whose errors set the tolerances of candidates in bfloat16.
-            torch_bfloat16 = make_candidate("torch", torch.bfloat16, self.reference)
-        layer_errors = self._layer_errors(candidates, torch_bfloat16, say)
-        if torch_bfloat16 is not None:
-            say("PyTorch's own bfloat16 run")
-            # Its own contracts are not reported: it is no candidate.
-            baseline_errors, _contracts = self._encode_and_decode(torch_bfloat16)
-        results = []
-        for candidate, errors in zip(candidates, layer_errors, strict=True):
-            say(f"{candidate.name} {runtime.dtype_name(candidate.vae.dtype)}: encode and decode")
-            results.append(self._result(candidate, errors, baseline_errors))
-        return results
-
-    def _layer_errors(
-        self, candidates: list[Backend], torch_bfloat16: Backend | None, say: Callable[[str], None]
-    ) -> list[list[LayerError]]:
-        """Compare the layers of all candidates; return each candidate's layer errors, in both directions."""
-        # `torch_bfloat16` is PyTorch in bfloat16; None if no candidate is in bfloat16.
-        errors: list[list[LayerError]] = [[] for _ in candidates]
-        compared = candidates if torch_bfloat16 is None else [*candidates, torch_bfloat16]
+        # PyTorch in bfloat16, whose errors set the tolerances of candidates in bfloat16. It is the last of
+        # those compared, and no candidate.
+        baseline = [
+            make_candidate("torch", torch.bfloat16, self.reference.vae)
+            for _ in range(any(candidate.vae.dtype == torch.bfloat16 for candidate in candidates))
+        ]
+        differences: list[Layers] = [{} for _ in (*candidates, *baseline)]
         for direction in Direction:
             say(f"{direction}: layer by layer")
-            differences = compare_layers(self.reference, compared, direction, self.inputs[direction])
-            # PyTorch in bfloat16 is the last of those compared, and is no candidate.
-            torch_layers = {} if torch_bfloat16 is None else differences.pop()
-            for candidate, layers, candidate_errors in zip(candidates, differences, errors, strict=True):
-                candidate_errors += [
-                    _layer_error(name, candidate.vae.dtype, chunks, torch_layers.get(name, []))
-                    for name, chunks in layers.items()
-                ]
-        return errors
+            compared = compare_layers(
+                self.reference, [*candidates, *baseline], direction, self.inputs[direction]
+            )
+            for layers, of_direction in zip(differences, compared, strict=True):
+                layers |= of_direction
+        torch_rms = {name: max(rms for *_, rms in chunks) for name, chunks in differences[-1].items()}
+        torch_whole: dict[str, WholeError] = {}
+        for each in baseline:
+            say("PyTorch's own bfloat16 run")
+            torch_whole, _ = self._encode_and_decode(each)
+        results = []
+        for candidate, layers in zip(candidates, differences, strict=False):
+            dtype = candidate.vae.dtype
+            say(f"{candidate.name} {runtime.dtype_name(dtype)}: encode and decode")
+            errors = [
+                layer_error(name, dtype, chunks, torch_rms.get(name, 0)) for name, chunks in layers.items()
+            ]
+            whole, contracts = self._encode_and_decode(candidate)
+            contracts = [*_whole_contracts(dtype, whole, torch_whole), *contracts, *_programs(candidate.vae)]
+            results.append(Result(candidate.name, runtime.dtype_name(dtype), errors, whole, contracts))
+        return results
 
     def _encode_and_decode(self, candidate: Backend) -> tuple[dict[str, WholeError], list[Contract]]:
         """Return a candidate's error by direction, and the contracts on shapes and streaming."""
         errors: dict[str, WholeError] = {}
         contracts = []
-        # A result of a wrong shape has a failed contract, and no error.
         for direction in Direction:
             want = self.answers[direction]
-            got = candidate.run(direction, self.inputs[direction].to(candidate.vae.dtype))
-            frames = got.shape[2]
-            wanted = sum(self.lengths[direction])
-            contracts.append(Contract(f"{direction}: frames", frames, wanted, frames == wanted, exact=True))
-            if got.shape != want.shape:
-                # The measured value is the number of wrong shapes: 1, where 0 are allowed.
-                contracts.append(
-                    Contract(f"{direction}: shape {tuple(got.shape)} for {tuple(want.shape)}", 1, 0, False)
-                )
+            x = self.inputs[direction].to(candidate.vae.dtype)
+            got = candidate.run(direction, x)
+            shapes = f"{direction}: shape {tuple(got.shape)} for {tuple(want.shape)}"
+            contracts.append(Contract(shapes, float(got.shape != want.shape), 0))
+            if not contracts[-1].passed:  # such a result has no error
                 continue
-            errors[direction] = compare_whole(got, want, self.lengths[direction], pixels=direction == DECODE)
+            errors[direction] = compare_whole(got, want, pixels=direction == DECODE)
             if direction == DECODE and hasattr(candidate.vae, "decode_stream"):
                 # `decode_stream` does the work of `decode` in another order, so even in bfloat16 both must
                 # agree within the tolerance of float32.
-                chunks = candidate.vae.decode_stream(self.inputs[direction].to(candidate.vae.dtype))
-                error = tolerances.relative_error(torch.cat(list(chunks), dim=2), got)
-                name, allowed = "decode_stream: relative error to decode", tolerances.FLOAT32_RELATIVE
-                contracts.append(Contract(name, error, allowed, error <= allowed))
+                streamed = torch.cat(list(candidate.vae.decode_stream(x)), dim=2)
+                error = tolerances.relative_error(streamed, got)
+                name = "decode_stream: relative error to decode"
+                contracts.append(Contract(name, error, tolerances.FLOAT32_RELATIVE))
         return errors, contracts
 
-    def _result(
-        self, candidate: Backend, layers: list[LayerError], baseline: dict[str, WholeError]
-    ) -> Result:
-        """Run a candidate on the whole video; return its result, with all contracts.
 
-        `layers` are the errors of its layers, and `baseline` those of PyTorch's whole results in bfloat16.
-        """
-        whole, shape_contracts = self._encode_and_decode(candidate)
-        contracts = []
-        for direction, error in whole.items():
-            # The baseline is empty if no candidate is in bfloat16. Then `contract` does not read its last
-            # argument, for which the candidate's own error stands in.
-            torch_error = baseline.get(direction, error)
-            # In float32 the relative error is measured, in bfloat16 the RMS error over that of PyTorch.
-            name, measured, allowed = tolerances.contract(
-                candidate.vae.dtype, error.relative, error.rms, torch_error.rms
-            )
-            contracts.append(Contract(f"{direction}: {name}", measured, allowed, measured <= allowed))
-        contracts += shape_contracts
-        # A direction compiles one program for the first chunk, and one for all later chunks.
-        for direction in Direction if isinstance(candidate.vae, AutoencoderKLCogVideoX) else ():
-            count = candidate.vae.program(direction).compilations
-            contracts.append(
-                Contract(f"{direction}: programs compiled", count, MOST_PROGRAMS, count <= MOST_PROGRAMS)
-            )
-        # `chunk` is the first chunk in which a layer leaves the tolerance; None if it leaves it in none.
-        first_bad = next((layer for layer in layers if layer.chunk is not None), None)
-        return Result(
-            candidate.name, runtime.dtype_name(candidate.vae.dtype), layers, whole, contracts, first_bad
-        )
+def compare_whole(got: torch.Tensor, want: torch.Tensor, pixels: bool) -> WholeError:
+    """Return the error of a backend's whole result `got` against the reference's `want` (N, C, T, H, W).
+
+    `pixels` says whether the results are decoded frames, which get PSNR and SSIM too; else they are moments.
+    """
+    pairs = zip(got.split(1, 2), want.split(1, 2), strict=True) if pixels else ()
+    scores = [(tolerances.psnr(*pair, PIXEL_RANGE), ssim(*pair, PIXEL_RANGE)) for pair in pairs]
+    return WholeError(
+        relative=tolerances.relative_error(got, want),
+        rms=tolerances.rms_error(got, want),
+        psnr=[psnr for psnr, _ in scores],
+        ssim=[similarity for _, similarity in scores],
+    )
+
+
+def _whole_contracts(
+    dtype: torch.dtype, whole: dict[str, WholeError], torch_whole: dict[str, WholeError]
+) -> list[Contract]:
+    """Return the contracts on the errors of whole results; `torch_whole` are those of PyTorch in bfloat16."""
+    contracts = []
+    for direction, error in whole.items():
+        # In float32 the relative error is measured, in bfloat16 the RMS error over that of PyTorch, which
+        # `contract` does not read in float32: there the candidate's own stands in.
+        torch_error = torch_whole.get(direction, error)
+        name, *bound = tolerances.contract(dtype, error.relative, error.rms, torch_error.rms)
+        contracts.append(Contract(f"{direction}: {name}", *bound))
+    return contracts
+
+
+def _programs(vae: object) -> list[Contract]:
+    """Return the contracts on the number of programs that a ported VAE has compiled."""
+    return [
+        Contract(f"{direction}: programs compiled", vae.program(direction).compilations, MOST_PROGRAMS)
+        for direction in (Direction if isinstance(vae, AutoencoderKLCogVideoX) else ())
+    ]

@@ -82,7 +82,7 @@ def test_a_dropped_cache_fails_and_is_named_with_its_chunk(verifier, small_vae):
         pytest.param(lambda frames: frames, [], id="right"),
         pytest.param(
             lambda frames: frames[:, :, :5],
-            ["decode: frames", "decode: shape (1, 3, 5, 16, 24) for (1, 3, 16, 16, 24)"],
+            ["decode: shape (1, 3, 5, 16, 24) for (1, 3, 16, 16, 24)"],
             id="too short",
         ),
         pytest.param(lambda frames: frames * float("nan"), ["decode: relative error"], id="NaN"),
@@ -102,13 +102,6 @@ def test_a_whole_answer_is_compared_too(verifier, small_vae, spoil, failed, monk
     assert json.loads(json.dumps(report.as_json([result], {}), allow_nan=False))["passed"] == (not failed)
 
 
-def test_borders_are_the_frames_on_both_sides_of_a_seam():
-    assert (compare.border_frames([9, 8, 8]), compare.border_frames([4])) == ([8, 9, 16, 17], [])
-    got = torch.tensor([0.0, 0, 1, 1, 0, 0])[:, None, None].expand(1, 1, 6, 2, 2)
-    error = compare.compare_whole(got, torch.full_like(got, 1e-9), [3, 3], pixels=False)
-    assert (error.at_borders, error.inside) == (pytest.approx(1), pytest.approx(0, abs=1e-8))
-
-
 def test_psnr_of_known_values():
     assert psnr(torch.full((4,), 0.2), torch.zeros(4), 2.0) == pytest.approx(20)
 
@@ -116,22 +109,16 @@ def test_psnr_of_known_values():
 SIZE = ("--frames", "5", "--height", "16", "--width", "24")
 
 
-def test_the_command_writes_json_tables_and_a_picture(
-    model_directory, tmp_path, capsys, torchax_off, monkeypatch
-):
+def test_the_command_writes_json_and_tables(model_directory, tmp_path, capsys, torchax_off, monkeypatch):
     make = compare.make_candidate
     monkeypatch.setattr(compare, "make_candidate", lambda _, *more: make("torch", *more))  # for Flax too
     arguments = ["verify", "--model", str(model_directory), "--backends", "torch", "flax", *SIZE]
     assert cli.main([*arguments, "-o", str(tmp_path / "out"), "--json"]) == 0
-    out, said = capsys.readouterr()
-    assert re.search(r"this took \d+ s: the rest takes \d+ s", said)
-    printed = json.loads(out)
+    printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((tmp_path / "out" / "verify.json").read_text())
     assert (printed["format"], printed["device"]) == (report.FORMAT, "8 x cpu"), "JAX's device"
-    assert (tmp_path / "out" / "verify.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "out" / "verify.md").read_text()
     assert "| encoder.conv_in" in page
-    assert re.search(r"\| encode: frames +\| 2 +\| 2 +\| PASS", page)
     assert re.search(r"\| encode: relative error +\| \S+ +\| at most \S+ +\| PASS", page)
 
 
@@ -165,7 +152,6 @@ def test_a_broken_weight_is_named_and_makes_the_command_exit_with_1(
 
 
 def test_a_backend_that_is_not_installed_says_so(monkeypatch, refused, torchax_off):
-    monkeypatch.delitem(sys.modules, "cogvideox_torchax.backends.flax", raising=False)
     monkeypatch.setitem(sys.modules, "cogvideox_torchax.vae.nnx.wrapper", None)
     assert "the flax backend is not installed" in refused("verify", "--backends", "flax")
 
