@@ -3,16 +3,15 @@
     python examples/serve.py                                    # the small bundled pipeline, on any computer
     python examples/serve.py --model zai-org/CogVideoX-5b --sizes 49x480x720
 
-When it prints "ready", open http://127.0.0.1:8000 in a browser, or send requests:
+When it prints "ready", open http://127.0.0.1:8000 in a browser, or send requests of OpenAI's video API, which
+its clients send too (`OpenAI(base_url="http://127.0.0.1:8000/v1", api_key=...)`):
 
-    POST /videos {"prompt": "A cat walks."}    returns an id
-    GET /videos/ID                             its state, its step, and how many videos come before it
-    GET /videos/ID/file                        the video
-    DELETE /videos/ID                          takes it from the queue, stops it, or deletes its file
-    GET /health                                answers as soon as the server is ready
-
-OpenAI's video API is there too, for its clients (`OpenAI(base_url="http://127.0.0.1:8000/v1", api_key=...)`):
-POST and GET /v1/videos, GET and DELETE /v1/videos/ID, and GET /v1/videos/ID/content.
+    POST /v1/videos {"prompt": "A cat walks."}    returns the video's id and its state
+    GET /v1/videos                                all videos
+    GET /v1/videos/ID                             its state, its step, and how many videos come before it
+    GET /v1/videos/ID/content                     the video's file
+    DELETE /v1/videos/ID                          takes it from the queue, stops it, or deletes its file
+    GET /health                                   answers as soon as the server is ready
 
 A POST has a body in JSON or in multipart/form-data, with the fields of `Wanted`. The size is one of --sizes,
 which are all compiled before the server listens, or WIDTHxHEIGHT of one of them. "seconds" are rounded.
@@ -29,7 +28,6 @@ import argparse
 import asyncio
 import contextlib
 import copy
-import functools
 import json
 import logging
 import os
@@ -38,7 +36,6 @@ import reprlib
 import secrets
 import tempfile
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field
@@ -46,16 +43,16 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import same_site
 import torch
 import uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse
-from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, Field, ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
-from starlette.routing import Match
 
 from cogvideox_torchax import load_pipeline, make_mesh, runtime, save_video
 from cogvideox_torchax.dataset import Bucket
@@ -133,20 +130,21 @@ PAGE = """<!doctype html>
       if (mine !== address) return;
       at("bar").max = video.steps;
       at("bar").value = video.step;
-      if (video.state === "done") {
-        at("video").src = URL.createObjectURL(await (await ask(`${address}/file`)).blob());
+      if (video.status === "completed") {
+        at("video").src = URL.createObjectURL(await (await ask(`${address}/content`)).blob());
+        return show("done", null);
       }
-      if (!["queued", "running"].includes(video.state)) return show(video.state, null);
+      if (video.status === "failed") return show(video.error.message, null);
       const step = `step ${video.step} of ${video.steps}`;
-      show(video.state === "queued" ? `${video.ahead} before it` : step, address);
+      show(video.status === "queued" ? `${video.ahead} before it` : step, address);
       await new Promise(resolve => setTimeout(resolve, 300));
     }
   }
   async function generate() {
     const wanted = {};  // of texts: a number of JavaScript keeps 53 bits of a seed
     for (const name of ["prompt", "size", "steps", "seed"]) wanted[name] = at(name).value;
-    const made = await (await ask("/videos", { method: "POST", body: JSON.stringify(wanted) })).json();
-    const address = `/videos/${made.id}`;
+    const made = await (await ask("/v1/videos", { method: "POST", body: JSON.stringify(wanted) })).json();
+    const address = `/v1/videos/${made.id}`;
     show("sent", address);
     await follow(address);
   }
@@ -165,26 +163,16 @@ PAGE = """<!doctype html>
 """
 
 
-def number(value: Any) -> Any:
-    """Refuse true and false, which pydantic takes for 1 and 0."""
-    if isinstance(value, bool):
-        raise ValueError("it is no number")
-    return value
-
-
-Whole = Annotated[int, BeforeValidator(number)]
-
-
 class Wanted(BaseModel, extra="forbid"):
     """The fields of a request; `size` and `steps` have the server's defaults, and `model` changes nothing."""
 
     prompt: Annotated[str, Field(min_length=1, max_length=4000)]
     size: str = ""
-    seconds: Whole | None = None
+    seconds: int | None = None
     steps: Annotated[
-        Whole | None, Field(ge=1, le=1000, validation_alias=AliasChoices("steps", "num_inference_steps"))
+        int | None, Field(ge=1, le=1000, validation_alias=AliasChoices("steps", "num_inference_steps"))
     ] = None
-    seed: Annotated[Whole, Field(ge=0, lt=2**64)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     model: str = ""
 
 
@@ -325,18 +313,20 @@ def make_app(
         video.path.unlink(missing_ok=True)
 
     def described(id: str) -> dict[str, Any]:
-        video = find(id)
+        video, before = find(id), [*videos.values()][: [*videos].index(id)]
         return {
             **{"id": id, "object": "video", "model": model, "created_at": video.created},
             **{"prompt": video.wanted.prompt, **offers[video.size]},
             "status": STATUS.get(video.state, "failed"),
             "progress": 100 * video.step // video.steps,
+            **{"step": video.step, "steps": video.steps},
+            "ahead": sum(other.state in UNFINISHED for other in before),
             "error": {"code": "generation_failed", "message": video.error} if video.error else None,
         }
 
     async def check(request: Request) -> None:
         if not token:
-            check_site(request, host)
+            same_site.check(request, host)
         elif request.url.path not in ("/", "/health"):
             scheme, _, given = request.headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not secrets.compare_digest(given.encode(), token.encode()):
@@ -359,15 +349,10 @@ def make_app(
     app = FastAPI(
         lifespan=running, docs_url=None, redoc_url=None, openapi_url=None, dependencies=[Depends(check)]
     )
-    get = functools.partial(app.api_route, methods=["GET", "HEAD"])
 
     @app.exception_handler(StarletteHTTPException)
     async def refuse(request: Request, error: StarletteHTTPException) -> JSONResponse:
-        headers = dict(error.headers or {})
-        if error.status_code == 405:  # the error has the methods of one route, the path may have more
-            here: list[Any] = [each for each in app.routes if each.matches(request.scope)[0] is Match.PARTIAL]
-            headers["Allow"] = ", ".join(sorted(set().union(*(each.methods for each in here))))
-        return refusal(error.status_code, str(error.detail), headers=headers)
+        return refusal(error.status_code, str(error.detail), headers=error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -377,50 +362,29 @@ def make_app(
         text = unknown if first["type"] == "extra_forbidden" else first["msg"]
         return refusal(400, f"{name}: {text}", name)
 
-    @app.exception_handler(Exception)
-    async def unexpected(request: Request, error: Exception) -> JSONResponse:
-        return refusal(500, "an error of the server: its log has more")
-
-    @get("/")
+    @app.get("/")
     async def page() -> HTMLResponse:
         options = "".join(f"<option>{name}</option>" for name in sizes)
         return HTMLResponse(
             PAGE.replace("SIZES", options).replace("STEPS", str(sampling["num_inference_steps"]))
         )
 
-    @get("/health")
+    @app.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "ready"}
 
-    @app.post("/videos", status_code=201)
-    async def add(wanted: Annotated[Wanted, Depends(wanted_of)]) -> dict[str, str]:
-        return {"id": enqueue(wanted)}
-
-    @get("/videos/{id}")
-    async def state(id: str) -> dict[str, Any]:
-        video, before = find(id), [*videos.values()][: [*videos].index(id)]
-        ahead = sum(other.state in UNFINISHED for other in before)
-        return {"state": video.state, "step": video.step, "steps": video.steps, "ahead": ahead}
-
-    @get("/videos/{id}/file")
-    @get("/v1/videos/{id}/content")
-    async def file(id: str, variant: Literal["video"] = "video") -> FileResponse:
+    @app.get("/v1/videos/{id}/content")
+    async def content(id: str, variant: Literal["video"] = "video") -> FileResponse:
         video = find(id)
         if video.state != "done":
             raise HTTPException(409, f"no file: the video is {video.state}")
-        if not video.path.exists():
-            raise HTTPException(404, "no file: somebody has deleted it")
         return FileResponse(video.path, media_type="video/mp4")
-
-    @app.delete("/videos/{id}", status_code=204)
-    async def cancel(id: str) -> None:
-        drop(id)
 
     @app.post("/v1/videos")
     async def create(wanted: Annotated[Wanted, Depends(wanted_of)]) -> dict[str, Any]:
         return described(enqueue(wanted))
 
-    @get("/v1/videos")
+    @app.get("/v1/videos")
     async def listed(
         limit: Annotated[int, Query(ge=1)] = 20,
         after: Annotated[str, Query(pattern=r"^(\d{20}-.*)?$")] = "",
@@ -433,7 +397,7 @@ def make_app(
         last = data[-1]["id"] if data else None
         return {"object": "list", "data": data, "last_id": last, "has_more": len(data) < len(ids)}
 
-    @get("/v1/videos/{id}")
+    @app.get("/v1/videos/{id}")
     async def retrieve(id: str) -> dict[str, Any]:
         return described(id)
 
@@ -449,17 +413,8 @@ def refusal(
     status: int, message: str, field: str | None = None, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
     """Return an error in OpenAI's form."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": field, "code": None}
+    error = {"message": message, "type": "invalid_request_error", "param": field, "code": None}
     return JSONResponse({"error": error}, status, headers)
-
-
-def check_site(request: Request, host: str) -> None:
-    """Refuse what a page of another site sends: it has the site's origin, or a name of its own for us."""
-    ours, origin = request.headers.get("host", ""), request.headers.get("origin")
-    known = re.sub(r":\d+$", "", ours).strip("[]") in ("localhost", "127.0.0.1", "::1", host)
-    if not known or origin not in (None, f"http://{ours}", f"https://{ours}"):
-        raise HTTPException(403, f"got host {ours!r} and origin {origin!r}: ask by localhost, or the --host")
 
 
 async def parts(request: Request) -> AsyncGenerator[bytes, None]:
@@ -475,32 +430,22 @@ async def parts(request: Request) -> AsyncGenerator[bytes, None]:
 async def wanted_of(request: Request) -> Wanted:
     """Read a body in JSON or, as OpenAI's client sends it, in multipart/form-data."""
     headers, body = request.headers, parts(request)
-    if headers.get("content-encoding", "identity").lower() != "identity":
-        raise HTTPException(415, "a body has no Content-Encoding", {"Accept-Encoding": "identity"})
     try:
         async with asyncio.timeout(PATIENCE):
             if headers.get("content-type", "").lower().startswith("multipart/form-data"):
                 form = await MultiPartParser(headers, body, max_files=0, max_fields=100).parse()
-                fields = fields_of(form.multi_items())
+                fields = dict(form)
             else:
-                fields = json.loads(b"".join([part async for part in body]), object_pairs_hook=fields_of)
-        return Wanted.model_validate(fields)
+                fields = json.loads(b"".join([part async for part in body]))
+        return Wanted.model_validate({k: v for k, v in dict(fields).items() if v is not None})
     except (TimeoutError, ClientDisconnect) as error:
         raise HTTPException(408, f"the body did not come within {PATIENCE} seconds") from error
     except ValidationError as error:
         raise RequestValidationError(error.errors()) from error
     except MultiPartException as error:
         raise HTTPException(400, f"{error.message} A form has no files, such as input_reference") from error
-    except (ValueError, RecursionError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise HTTPException(400, f"the body is neither an object in JSON nor a form: {error}") from error
-
-
-def fields_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the fields of a body without those that are null; `ValueError` for one that it has twice."""
-    for name, count in Counter(name for name, _ in pairs).items():
-        if count > 1:
-            raise ValueError(f"it has {reprlib.repr(name)} twice")
-    return {name: value for name, value in pairs if value is not None}
 
 
 def main() -> None:

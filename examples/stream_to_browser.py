@@ -11,13 +11,13 @@ one is decoded at a time. A bad request is answered by one line. No file name is
 import argparse
 import asyncio
 import io
-import re
 import secrets
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import same_site
 import torch
 import uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
@@ -123,13 +123,7 @@ def make_app(vae: Any, *, queue: int = 4, largest: int = 64_000_000, host: str =
     """
 
     async def check(request: Request) -> None:
-        """Refuse what a page of another site sends: it has the site's origin, or a name of its own for us."""
-        ours, origin = request.headers.get("host", ""), request.headers.get("origin")
-        known = re.sub(r":\d+$", "", ours).strip("[]") in ("localhost", "127.0.0.1", "::1", host)
-        if not known or origin not in (None, f"http://{ours}", f"https://{ours}"):
-            raise HTTPException(
-                403, f"got host {ours!r} and origin {origin!r}: ask by localhost, or the --host"
-            )
+        same_site.check(request, host)
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, dependencies=[Depends(check)])
     waiting: dict[str, tuple[float, Chunks]] = {}  # by name, with the time of the upload
@@ -141,7 +135,7 @@ def make_app(vae: Any, *, queue: int = 4, largest: int = 64_000_000, host: str =
             " ".join(str(error.detail).split()) + "\n", error.status_code, dict(error.headers or {})
         )
 
-    @app.api_route("/", methods=["GET", "HEAD"])
+    @app.get("/")
     async def page() -> HTMLResponse:
         return HTMLResponse(PAGE)
 

@@ -58,7 +58,6 @@ def page():
 
 
 SIZES = {"5x8x16": (5, 8, 16), "1x8x8": (1, 8, 8)}
-ADDRESSES = "/videos", "/v1/videos"
 
 pytestmark = [
     pytest.mark.usefixtures("torchax_off"),
@@ -158,9 +157,9 @@ def newest(client):
 
 
 def ask(client, prompt, **wanted):
-    answer = client.post("/videos", json={"prompt": prompt, "steps": 2, **wanted})
-    assert answer.status_code == 201, answer.text
-    return f"/videos/{answer.json()['id']}"
+    answer = client.post("/v1/videos", json={"prompt": prompt, "steps": 2, **wanted})
+    assert answer.status_code == 200, answer.text
+    return f"/v1/videos/{answer.json()['id']}"
 
 
 def wait(client, address, **wanted):
@@ -176,28 +175,28 @@ def wait(client, address, **wanted):
 
 def test_one_video_is_generated_at_a_time_and_tells_its_steps(client, gated, pipe, tmp_path):
     first, second = ask(client, "slow", steps=3, seed=7), ask(client, "a panda")
-    wait(client, first, state="running", step=0, steps=3, ahead=0)
-    assert client.get(second).json() == {"state": "queued", "step": 0, "steps": 2, "ahead": 1}
+    wait(client, first, status="in_progress", step=0, steps=3, ahead=0)
+    wait(client, second, status="queued", step=0, steps=2, ahead=1)
     gated.steps.release()
-    wait(client, first, state="running", step=1)
+    wait(client, first, status="in_progress", step=1)
     gated.open()
-    wait(client, first, state="done", step=3)
-    wait(client, second, state="done", step=2, ahead=0)
+    wait(client, first, status="completed", step=3)
+    wait(client, second, status="completed", step=2, ahead=0)
     generator = torch.Generator().manual_seed(7)
     size = {"num_frames": 5, "height": 8, "width": 16, "max_sequence_length": 16}
     made = pipe("slow", **size, num_inference_steps=3, generator=generator, output_type="np")
     save_video(made.frames[0], tmp_path / "want.mp4", fps=8)
-    assert client.get(f"{first}/file").content == (tmp_path / "want.mp4").read_bytes()
+    assert client.get(f"{first}/content").content == (tmp_path / "want.mp4").read_bytes()
 
 
 def test_no_request_compiles_anything(client, tmp_path):
     for name in SIZES:  # tests of other files, which run in between, clear JAX's caches
-        wait(client, ask(client, "warm", size=name, steps=2), state="done")
+        wait(client, ask(client, "warm", size=name, steps=2), status="completed")
     clock = CompileClock()
     for name, size in SIZES.items():
         address = ask(client, "another prompt", size=name, steps=4, seed=1)
-        wait(client, address, state="done")
-        (tmp_path / "got.mp4").write_bytes(client.get(f"{address}/file").content)
+        wait(client, address, status="completed")
+        (tmp_path / "got.mp4").write_bytes(client.get(f"{address}/content").content)
         found = video_files.probe(str(tmp_path / "got.mp4"))
         assert (found.num_frames, found.height, found.width) == size
     assert clock.seconds == 0
@@ -205,44 +204,44 @@ def test_no_request_compiles_anything(client, tmp_path):
 
 def test_a_video_that_is_cancelled_in_the_queue_never_runs(client, gated):
     first, second = ask(client, "slow"), ask(client, "a panda")
-    wait(client, first, state="running")
+    wait(client, first, status="in_progress")
     third = ask(client, "an astronaut")
-    assert client.post("/videos", json={"prompt": "one too many"}).status_code == 429
-    assert client.delete(second).status_code == 204
+    assert client.post("/v1/videos", json={"prompt": "one too many"}).status_code == 429
+    assert client.delete(second).status_code == 200
     assert client.get(second).status_code == 404
     assert client.get(third).json()["ahead"] == 1
     fourth = ask(client, "the sea")
     gated.open()
-    wait(client, fourth, state="done")
+    wait(client, fourth, status="completed")
     assert gated.prompts[len(SIZES) :] == ["slow", "an astronaut", "the sea"]
 
 
 def test_a_video_that_is_cancelled_stops_after_its_step_and_the_next_one_runs(client, gated, tmp_path):
     first, second = ask(client, "slow", steps=1000), ask(client, "a panda")
-    wait(client, first, state="running")
-    assert client.delete(first).status_code == 204
+    wait(client, first, status="in_progress")
+    assert client.delete(first).status_code == 200
     gated.steps.release()  # ends the step in which it is cancelled
-    wait(client, second, state="done")
+    wait(client, second, status="completed")
     assert client.get(first).status_code == 404
     assert {path.stem for path in tmp_path.glob("*.mp4")} == {"warm", second.rpartition("/")[2]}
     client.delete(second)
-    assert client.get(f"{second}/file").status_code == 404
+    assert client.get(f"{second}/content").status_code == 404
     assert {path.stem for path in tmp_path.glob("*.mp4")} == {"warm"}
 
 
 @pytest.mark.parametrize(("prompt", "error"), [("bad", "ValueError"), ("exit", "SystemExit")])
 def test_a_video_that_fails_names_no_file_of_the_server_and_the_next_one_runs(client, prompt, error, caplog):
     first, second = ask(client, prompt), ask(client, "a panda")
-    wait(client, second, state="done")
-    assert client.get(first).json()["state"] == f"failed: {error}"
-    assert client.get(f"{first}/file").status_code == 409
+    wait(client, second, status="completed")
+    assert client.get(first).json()["error"]["message"] == f"failed: {error}"
+    assert client.get(f"{first}/content").status_code == 409
     assert error in caplog.text, "the log has it all"
 
 
 def test_the_oldest_finished_videos_make_room(client, monkeypatch, tmp_path):
     monkeypatch.setattr(serve, "KEPT", 1)
     first, second = ask(client, "a panda"), ask(client, "the sea")
-    wait(client, second, state="done")
+    wait(client, second, status="completed")
     third = ask(client, "an egg")
     assert [client.get(each).status_code for each in (first, second, third)] == [404, 200, 200]
     assert not (tmp_path / f"{first.rpartition('/')[2]}.mp4").exists()
@@ -252,7 +251,7 @@ def test_the_oldest_finished_videos_make_room(client, monkeypatch, tmp_path):
     "wanted",
     [
         *({"size": "9x9x9"}, {"steps": 0}, {"prompt": ""}, {"seed": -1}, {"prompt": "x" * 4001}),
-        *({"seed": True}, {"seed": 42.5}, {"seed": 2**64}, {"steps": False}, {"seconds": True}),
+        *({"seed": 42.5}, {"seed": 2**64}, {"steps": False}),
         {
             "prompt": "a panda plays a guitar in a bamboo forest by the sea"
         },  # more tokens than the model takes
@@ -263,14 +262,12 @@ def test_the_oldest_finished_videos_make_room(client, monkeypatch, tmp_path):
 )
 def test_a_bad_request_is_refused_before_it_waits(shared, wanted):
     before = newest(shared)
-    for address in ADDRESSES:
-        answer = shared.post(address, json={"prompt": "a panda", **wanted})
-        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
-        assert any(name in answer.json()["error"]["message"] for name in wanted)
+    answer = shared.post("/v1/videos", json={"prompt": "a panda", **wanted})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert any(name in answer.json()["error"]["message"] for name in wanted)
     assert newest(shared) == before
 
 
-@pytest.mark.parametrize("address", ADDRESSES)
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -281,22 +278,19 @@ def test_a_bad_request_is_refused_before_it_waits(shared, wanted):
         (b'{"prompt": "a", "seed": 1e999}', "seed"),
         (b'{"prompt": "a", "seed": -Infinity}', "seed"),
         (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "digits"),
-        (b'{"prompt": "a", "seed": 1, "seed": 2}', "'seed' twice"),
         (b'{"prompt": "a", "num_frames": 9}', "prompt, size, seconds, steps, seed, model"),
         (b'{"prompt": "a", "' + b"x" * 50_000 + b'": 1}', "no field"),
-        (b"{" + b",".join(b'"%d": 1, "%d": 1' % (i, i) for i in range(4000)) + b"}", "'0' twice"),
-        *((body, "the body: Input should be") for body in (b"[]", b"1", b"null", b'"a"')),
-        *((body, "neither an object") for body in (b"", b'{"prompt"', b"\xff", b"[" * 90_000)),
+        *((body, "neither an object") for body in (b"1", b"null", b'"a"', b"", b'{"prompt"', b"\xff")),
+        (b"[" * 90_000, "neither an object"),
     ],
 )
-def test_a_body_that_cannot_be_a_request_is_a_400_of_one_line_in_openai_s_form(shared, address, body, words):
-    answer = shared.post(address, data=body, headers={"Content-Type": "application/json"})
+def test_a_body_that_cannot_be_a_request_is_a_400_of_one_line_in_openai_s_form(shared, body, words):
+    answer = shared.post("/v1/videos", data=body, headers={"Content-Type": "application/json"})
     message = answer.json()["error"]["message"]
     assert (answer.status_code, words in message, "\n" in message) == (400, True, False), message
     assert len(message) < 300
 
 
-@pytest.mark.parametrize("address", ADDRESSES)
 @pytest.mark.parametrize(
     ("body", "seed", "steps"),
     [
@@ -305,10 +299,10 @@ def test_a_body_that_cannot_be_a_request_is_a_400_of_one_line_in_openai_s_form(s
         ('{"prompt": "a panda", "seed": "18446744073709551615", "num_inference_steps": 2}', 2**64 - 1, 2),
     ],
 )
-def test_what_a_table_writes_of_numbers_is_taken_and_null_is_absent(shared, address, body, seed, steps):
-    answer = shared.post(address, data=body, headers={"Content-Type": "application/json"})
-    assert answer.status_code in (200, 201), answer.text
-    wait(shared, f"/videos/{answer.json()['id']}", state="done", steps=steps)
+def test_what_a_table_writes_of_numbers_is_taken_and_null_is_absent(shared, body, seed, steps):
+    answer = shared.post("/v1/videos", data=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 200, answer.text
+    wait(shared, f"/v1/videos/{answer.json()['id']}", status="completed", steps=steps)
     assert shared.gated.options["generator"].initial_seed() == seed
     assert shared.gated.options["max_sequence_length"] == 16, "the model's"
 
@@ -331,7 +325,6 @@ class Chunked:
 PROMPT = b'Content-Disposition: form-data; name="prompt"', b"a panda"
 
 
-@pytest.mark.parametrize("address", ADDRESSES)
 @pytest.mark.parametrize(
     ("kind", "body"),
     [
@@ -342,22 +335,20 @@ PROMPT = b'Content-Disposition: form-data; name="prompt"', b"a panda"
         ("multipart/form-data; boundary=x", Chunked(form(PROMPT))),
     ],
 )
-def test_a_body_is_read_by_its_content_in_chunks_too(shared, address, kind, body):
-    answer = shared.post(address, data=body, headers={"Content-Type": kind} if kind else {})
-    assert answer.status_code in (200, 201), answer.text
+def test_a_body_is_read_by_its_content_in_chunks_too(shared, kind, body):
+    answer = shared.post("/v1/videos", data=body, headers={"Content-Type": kind} if kind else {})
+    assert answer.status_code == 200, answer.text
 
 
 PICTURE = b'Content-Disposition: form-data; name="input_reference"; filename="a.png"'
 
 
-@pytest.mark.parametrize("address", ADDRESSES)
 @pytest.mark.parametrize(
     ("headers", "body", "status", "words"),
     [
         ({}, Chunked(b"x" * 120_000), 413, "at most 100000 bytes"),
         ({}, b"x" * 100_001, 413, "at most 100000 bytes"),
-        ({"Content-Encoding": "gzip"}, b"x", 415, "Content-Encoding"),
-        ({"Content-Type": "multipart/form-data; boundary=x"}, form(PROMPT, PROMPT), 400, "'prompt' twice"),
+        ({"Content-Encoding": "gzip"}, b"x", 400, "neither an object"),
         ({"Content-Type": "multipart/form-data; boundary=x"}, form((PICTURE, b"p")), 400, "input_reference"),
         (
             {"Content-Type": "multipart/form-data; boundary=x"},
@@ -369,22 +360,11 @@ PICTURE = b'Content-Disposition: form-data; name="input_reference"; filename="a.
         ({"Content-Type": "multipart/mixed; boundary=x"}, form(PROMPT), 400, "neither an object"),
     ],
 )
-def test_a_body_that_is_not_taken_says_why(shared, address, headers, body, status, words):
+def test_a_body_that_is_not_taken_says_why(shared, headers, body, status, words):
     before = newest(shared)
-    answer = shared.post(address, data=body, headers=headers)
+    answer = shared.post("/v1/videos", data=body, headers=headers)
     assert (answer.status_code, words in answer.json()["error"]["message"]) == (status, True), answer.text
     assert newest(shared) == before
-
-
-@pytest.mark.parametrize("header", ["Content-Type", "Content-Transfer-Encoding", "Content-Disposition"])
-def test_a_header_of_a_form_cannot_stop_the_server(shared, header):
-    begun, many = time.monotonic(), b";;" * 20_000
-    for name in (b"form-data", b'form-data; name="prompt"'):
-        body = form((b"%s: %s%s" % (header.encode(), name, many), b"a panda"))
-        for kind in (b"", many):
-            headers = {"Content-Type": b"multipart/form-data; boundary=x" + kind}
-            shared.post("/v1/videos", data=body, headers=headers)
-    assert time.monotonic() - begun < 2
 
 
 def test_a_body_that_does_not_come_is_given_up(app, monkeypatch):
@@ -394,10 +374,10 @@ def test_a_body_that_does_not_come_is_given_up(app, monkeypatch):
 
 
 @contextlib.contextmanager
-def half_sent(site):
+def half_sent(site, address="/v1/videos"):
     """Send a part of a request's body; the block gets the connection."""
     with socket.create_connection(("127.0.0.1", int(site.rpartition(":")[2])), timeout=30) as sent:
-        sent.sendall(b"POST /videos HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 90\r\n\r\n{")
+        sent.sendall(f"POST {address} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 90\r\n\r\n-".encode())
         time.sleep(0.2)
         yield sent
 
@@ -411,13 +391,16 @@ def half_sent(site):
     ],
 )
 def test_a_page_of_another_site_cannot_ask_for_videos(shared, site, upload, headers):
-    for client, body in ((shared, b'{"prompt": "a panda"}'), (Client(site, None), upload.read_bytes())):
+    for client, address, body in (
+        (shared, "/v1/videos", b'{"prompt": "a panda"}'),
+        (Client(site, None), "/videos", upload.read_bytes()),
+    ):
         for kind in ("text/plain", "application/x-www-form-urlencoded", "application/json"):
             sent = {"Content-Type": kind, "Host": "127.0.0.1:8000", **headers}
-            assert client.post("/videos", data=body, headers=sent).status_code == 403
+            assert client.post(address, data=body, headers=sent).status_code == 403
         assert client.get("/", headers=sent).status_code == 403
         ours = {"Host": "localhost:9000", "Origin": "http://localhost:9000"}  # through a tunnel
-        assert client.post("/videos", data=body, headers=ours).status_code in (200, 201)
+        assert client.post(address, data=body, headers=ours).status_code == 200
 
 
 def test_the_names_of_this_computer_and_of_the_host_option_are_ours(pipe, gated_vae, tmp_path):
@@ -433,53 +416,11 @@ def test_the_names_of_this_computer_and_of_the_host_option_are_ours(pipe, gated_
     assert TestClient(behind).get("/v1/videos", headers=foreign).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "address", ["/", "/health", "/videos/ID", "/videos/ID/file", "/v1/videos", "/v1/videos/ID"]
-)
-def test_a_head_request_is_answered_as_a_get_request(shared, address):
-    id = ask(shared, "a panda").rpartition("/")[2]
-    wait(shared, f"/videos/{id}", state="done")
-    got = [shared.request(name, address.replace("ID", id)) for name in ("GET", "HEAD")]
-    assert [each.status_code for each in got] == [200, 200]
-    assert len({each.headers["Content-Length"] for each in got}) == 1
-
-
-@pytest.mark.parametrize(
-    ("address", "allowed"),
-    [
-        ("/", "GET, HEAD"),
-        ("/videos", "POST"),
-        ("/videos/x", "DELETE, GET, HEAD"),
-        ("/v1/videos", "GET, HEAD, POST"),
-        ("/v1/videos/x", "DELETE, GET, HEAD"),
-    ],
-)
-def test_a_method_that_is_not_there_is_told_the_others(shared, address, allowed):
-    answer = shared.put(address)
-    assert (answer.status_code, answer.headers["Allow"]) == (405, allowed)
-    assert answer.json()["error"]["message"]
-
-
-def test_an_error_that_nobody_foresaw_has_openai_s_form_and_a_removed_file_is_a_404(
-    client, tmp_path, monkeypatch
-):
-    address = ask(client, "a panda")
-    wait(client, address, state="done")
-    monkeypatch.setattr(serve, "FileResponse", lambda *_, **__: 1 / 0)
-    answer = client.get(f"/v1{address}/content")
-    assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
-    for path in tmp_path.glob("*.mp4"):
-        path.unlink()
-    for name in (f"/v1{address}/content", f"{address}/file"):
-        answer = client.get(name)
-        assert (answer.status_code, answer.json()["error"]["type"]) == (404, "invalid_request_error")
-
-
 def test_no_variant_but_the_video_is_sent(shared):
     address = ask(shared, "a panda")
-    wait(shared, address, state="done")
+    wait(shared, address, status="completed")
     answers = [
-        shared.get(f"/v1{address}/content?variant={name}") for name in ("video", "thumbnail", "spritesheet")
+        shared.get(f"{address}/content?variant={name}") for name in ("video", "thumbnail", "spritesheet")
     ]
     assert [answer.status_code for answer in answers] == [200, 400, 400]
     assert "variant" in answers[1].json()["error"]["message"]
@@ -491,7 +432,7 @@ def test_pages_of_videos_have_each_once_though_the_last_one_was_deleted(client, 
     ids = []
     for _ in range(7):
         ids.append(ask(client, "a panda", size="1x8x8").rpartition("/")[2])
-        wait(client, f"/videos/{ids[-1]}", state="done")
+        wait(client, f"/v1/videos/{ids[-1]}", status="completed")
     seen, page = [], {"has_more": True, "last_id": ""}
     while page["has_more"]:
         page = client.get(f"/v1/videos?limit=2&order={order}&after={page['last_id']}").json()
@@ -514,15 +455,13 @@ def test_each_of_several_sizes_with_equal_pixels_and_seconds_can_be_had(pipe, tm
     sizes = {"5x8x16": (5, 8, 16), "9x8x16": (9, 8, 16), "1x8x8": (1, 8, 8)}
     app = serve.make_app(Blank(pipe), sizes, tmp_path, limit=9, fps=8)
     with TestClient(app, "http://127.0.0.1") as client:
-        for address in ADDRESSES:
-            for size, frames in (("9x8x16", 9), ("5x8x16", 5), ("16x8", 5), ("8x8", 1)):
-                made = client.post(address, json={"prompt": "a panda", "size": size}).json()
-                wait(client, f"/videos/{made['id']}", state="done")
-                video = client.get(f"/videos/{made['id']}/file").content
-                assert video_files.probe(video).num_frames == frames
-            refused = client.post(address, json={"prompt": "a panda", "size": "9x9"})
-            words = "5x8x16 (16x8, 1 seconds), 9x8x16 (16x8, 1 seconds), 1x8x8 (8x8, 0 seconds)"
-            assert refused.json()["error"]["message"].endswith(f"this server makes {words}")
+        for size, frames in (("9x8x16", 9), ("5x8x16", 5), ("16x8", 5), ("8x8", 1)):
+            address = ask(client, "a panda", size=size)
+            wait(client, address, status="completed")
+            assert video_files.probe(client.get(f"{address}/content").content).num_frames == frames
+        refused = client.post("/v1/videos", json={"prompt": "a panda", "size": "9x9"})
+        words = "5x8x16 (16x8, 1 seconds), 9x8x16 (16x8, 1 seconds), 1x8x8 (8x8, 0 seconds)"
+        assert refused.json()["error"]["message"].endswith(f"this server makes {words}")
 
 
 def test_a_size_that_does_not_run_ends_the_server_before_it_listens(pipe, tmp_path, caplog):
@@ -583,7 +522,7 @@ def test_who_has_no_token_is_refused_but_for_the_health_address_and_a_full_queue
     site = str(openai_client.base_url).removesuffix("/v1/")
     assert requests.get(f"{site}/health").json() == {"status": "ready"}
     assert requests.get(site).status_code == 200, "the page asks for the token"
-    for path in ("/videos/x", "/v1/videos"):
+    for path in ("/v1/videos/x", "/v1/videos"):
         for wrong in ("", "Bearer", "Bearer other", "Basic secret", "secret"):
             answer = requests.get(site + path, headers={"Authorization": wrong} if wrong else {})
             assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
@@ -670,7 +609,7 @@ def started(monkeypatch, pipe, native_vae):
 def test_a_model_is_served_at_its_size_by_its_name_and_the_bundled_one_in_its_way(started, saved, bundled):
     def first(client):
         made = client.post("/v1/videos", json={"prompt": "a panda"}).json()
-        found = wait(client, f"/videos/{made['id']}", state="done")
+        found = wait(client, f"/v1/videos/{made['id']}", status="completed")
         guidance = client.gated.options.get("guidance_scale")
         return client.get("/").text, made["model"], made["size"], found["steps"], guidance
 
@@ -686,7 +625,7 @@ def test_a_request_that_stands_still_does_not_keep_a_server_from_ending(server, 
     with contextlib.ExitStack() as stack:
 
         def send(client):
-            stack.enter_context(half_sent(client.site))
+            stack.enter_context(half_sent(client.site, "/v1/videos" if server is serve else "/videos"))
             return time.monotonic()
 
         assert time.monotonic() - started(server, "--model", saved(), find=send) < 8
@@ -851,6 +790,6 @@ def test_a_browser_shows_the_first_chunk_while_the_second_is_not_decoded(site, g
 
 def test_a_server_that_ends_stops_the_running_video(app, gated):
     with TestClient(app, "http://127.0.0.1") as client:
-        wait(client, ask(client, "slow", steps=1000), state="running")
+        wait(client, ask(client, "slow", steps=1000), status="in_progress")
         threading.Timer(0.5, gated.steps.release).start()
     assert gated.prompts[len(SIZES) :] == ["slow"]
