@@ -89,9 +89,9 @@ def _reconstruct(frames: int, height: int, width: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         reference.small_vae().save_pretrained(directory / "vae")
-        with video.writing(directory / "in.mp4", 25) as sink:
+        with video.writing(directory / "in.mp4", 25) as write:
             for number in range(frames):
-                sink.write(torch.full((1, 3, 1, height, width), number % 256, dtype=torch.uint8))
+                write(torch.full((1, 3, 1, height, width), number % 256, dtype=torch.uint8))
         files = [directory / "in.mp4", "-o", directory / "out.mp4", "--model", directory / "vae"]
         given = ["", "reconstruct", *map(str, files), "--crop", "--quiet"]
         # In this process, whose memory is measured.

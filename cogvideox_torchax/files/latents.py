@@ -1,8 +1,6 @@
 """Read and write latent files: safetensors whose metadata is a JSON object with all that decoding needs."""
 
 import json
-import reprlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -15,8 +13,6 @@ from cogvideox_torchax.files import kinds, reports, tensors
 
 KEY, FORMAT = "cogvideox-torchax", 2
 """The key of a file's metadata that holds the JSON object, and the version of its fields."""
-FACTORS = ("scaling_factor", "shift_factor", "invert_scale_latents")
-"""Fields of the config by which a diffusion pipeline scales latents."""
 TENSOR, LOGVAR, SAMPLE = "latents", "logvar", "sample"
 """Names of the tensors in a file; see `Latents`."""
 
@@ -119,17 +115,17 @@ def load(path: str | Path) -> Latents:
     """Read a latent file.
 
     Raises:
-        LatentsError: the file is missing or broken; the message names a broken field.
+        LatentsError: the file is missing, broken or not of this program.
     """
     if not Path(path).is_file():
         raise LatentsError(f"there is no file {path}")
     metadata, file_tensors = tensors.load(path, LatentsError)
-    return from_fields(path, _parsed(path, metadata), file_tensors)
+    return _latents(path, metadata, file_tensors)
 
 
 def about(path: Path) -> dict[str, Any]:
     """Return the field `about` of a latent file, without reading its tensors."""
-    return _checked(path, _parsed(path, tensors.metadata(path, LatentsError)))["about"]
+    return _arguments(path, tensors.metadata(path, LatentsError))["about"]
 
 
 def loads(data: bytes, name: str | Path) -> Latents:
@@ -138,23 +134,12 @@ def loads(data: bytes, name: str | Path) -> Latents:
         file_tensors = deserialized(data)
     # The file begins with the length of its JSON header, in eight bytes; `deserialized` drops the metadata.
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return from_fields(name, _parsed(name, header.get("__metadata__", {})), file_tensors)
+    return _latents(name, header.get("__metadata__", {}), file_tensors)
 
 
-def from_fields(path: str | Path, fields: Any, file_tensors: dict[str, torch.Tensor]) -> Latents:
-    """Return the latents that a file's JSON value and tensors describe.
-
-    Args:
-        path: of the file, for errors.
-        fields: the JSON value in the file's metadata. A valid file has what `Latents.fields` returns.
-        file_tensors: the file's tensors, by their names there.
-
-    Raises:
-        LatentsError: the tensor "latents" is missing, or a field is broken; the message names the field.
-    """
-    arguments, tensor = _checked(path, fields), file_tensors.get(TENSOR)
-    if tensor is None:
-        raise _foreign(path)
+def _latents(path: str | Path, metadata: dict[str, str], file_tensors: dict[str, torch.Tensor]) -> Latents:
+    """Return the latents of a file's metadata and tensors; errors call the file `path`."""
+    arguments, tensor = _arguments(path, metadata), file_tensors.get(TENSOR, torch.empty(0))
     if tensor.ndim != 5 or not tensor.numel() or not tensor.dtype.is_floating_point:
         raise LatentsError(
             f"{path} holds {tensor.dtype} of shape {tuple(tensor.shape)}: floats of shape (N, C, T, H, W), "
@@ -163,56 +148,16 @@ def from_fields(path: str | Path, fields: Any, file_tensors: dict[str, torch.Ten
     return Latents(tensor, **arguments, logvar=file_tensors.get(LOGVAR), sample=file_tensors.get(SAMPLE))
 
 
-def _foreign(path: str | Path) -> LatentsError:
-    """Return the error for a file that this program has not written."""
-    return LatentsError(
-        f"{path} is no latent file of this program: write one with `cogvideox-torchax encode`"
-    )
-
-
-def _checked(path: str | Path, fields: Any) -> dict[str, Any]:
-    """Check the JSON value of a latent file; return those of its fields that are arguments of `Latents`."""
-    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-        raise _foreign(path)
-    # `_CHECKS` has a name's check and, for the error, words for what is valid. It begins with "config". Then
-    # come the config's `FACTORS`, which are checked one by one, so that an error names the factor.
-    for name, (is_valid, wanted) in _CHECKS.items():
-        values = fields["config"] if name in FACTORS else fields
-        if not is_valid(values.get(name)):
-            shown = reprlib.repr(values[name]) if name in values else "missing"
-            raise LatentsError(f"{path} is broken: its {name} is {shown}, {wanted} is wanted")
-    arguments = {name: fields[name] for name in ("model", "config", "num_frames", "about")}
-    return {**arguments, "fps": kinds.frame_rate(fields["fps"])}
-
-
-def _parsed(path: str | Path, metadata: dict[str, str]) -> Any:
-    """Return the JSON value under `KEY` in a file's metadata; None if there is none."""
+def _arguments(path: str | Path, metadata: dict[str, str]) -> dict[str, Any]:
+    """Return those fields of a latent file's metadata that are arguments of `Latents`."""
     try:
-        return reports.parse(metadata.get(KEY, "null"))
-    except ValueError as error:
-        raise LatentsError(f"{path} is broken: its metadata is no JSON ({error})") from error
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether a value is a number in float32's range, which an int in JSON may exceed."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and -1e38 < value < 1e38
-
-
-def _is_rate(value: Any) -> bool:
-    try:
-        return isinstance(value, str) and kinds.frame_rate(value) > 0
-    except ValueError:
-        return False
-
-
-_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "config": (lambda value: isinstance(value, dict), "a JSON object"),
-    "scaling_factor": (lambda value: _is_number(value) and value != 0, "a finite number other than 0"),
-    "shift_factor": (lambda value: value is None or _is_number(value), "a finite number or null"),
-    "invert_scale_latents": (lambda value: isinstance(value, bool), "true or false"),
-    "model": (lambda value: isinstance(value, str), "a name"),
-    "fps": (_is_rate, "a number above 0"),
-    "num_frames": (lambda value: type(value) is int and 0 < value < 2**63, "a whole number above 0"),
-    "about": (lambda value: isinstance(value, dict), "a JSON object"),
-}
-"""By the name of a field, or of a factor in the config: the check of its value, and what it must be."""
+        fields = reports.parse(metadata[KEY])
+        if fields["format"] != FORMAT:
+            raise ValueError(f"its format is {fields['format']}, this version reads {FORMAT}")
+        types = {"model": str, "config": dict, "fps": kinds.frame_rate, "num_frames": int, "about": dict}
+        return {name: make(fields[name]) for name, make in types.items()}
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise LatentsError(
+            f"{path} is broken, or no latent file of this program ({error!r:.99}): write one with "
+            "`cogvideox-torchax encode`"
+        ) from error

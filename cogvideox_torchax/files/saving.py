@@ -1,7 +1,6 @@
 """`save_video`: the frames that a pipeline returns, in any of their forms, to a file."""
 
 from fractions import Fraction
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -32,24 +31,15 @@ def save_video(frames: Any, path: str | Path, fps: Fraction | float) -> None:
         VideoError: frames of another type, shape or range, or several videos.
         OutputError: an output that cannot be written.
     """
-    if not isinstance(path, str | Path):
-        raise VideoError(f"got path={path!r}: give the name of an .mp4 or .gif file, or of a directory")
-    if not isinstance(fps, Real):
-        raise VideoError(f"got fps={fps!r}: give the number of frames a second, such as 8")
-    # A `Fraction` can be made of Python's numbers, and of no NumPy scalar.
-    _save(frames, path, fps if isinstance(fps, Fraction) else float(fps))
-
-
-def _save(frames: Any, path: str | Path, fps: Fraction | float) -> None:
-    """Write frames as `save_video` documents, to a path with a rate."""
     frames_THWC = _one_video(_array(frames), original=frames)
-    with video.writing(path, fps) as sink:
+    # A `Fraction` can be made of Python's numbers, and of no NumPy scalar.
+    with video.writing(path, fps if isinstance(fps, Fraction) else float(fps)) as write:
         for pixels in frames_THWC:
             if pixels.dtype != np.uint8:
                 # Not Python's 255, with which NumPy would compute float16 in float16, and so round twice.
                 pixels = (pixels.clip(0, 1) * np.float32(255)).round().astype(np.uint8)
             frame = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)
-            sink.write(frame[None, :, None])  # (3, H, W) as (1, 3, 1, H, W)
+            write(frame[None, :, None])  # (3, H, W) as (1, 3, 1, H, W)
 
 
 def _array(frames: Any) -> np.ndarray:

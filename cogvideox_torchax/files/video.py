@@ -12,11 +12,11 @@ import logging
 import math
 import re
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,17 +33,15 @@ Source = str | Path | bytes
 """A video file: its path, or its bytes."""
 
 SUFFIXES = (
-    *(".3g2", ".3gp", ".apng", ".asf", ".avi", ".avif", ".flv", ".gif", ".m2ts", ".m4v", ".mkv", ".mov"),
-    *(".mp4", ".mpeg", ".mpg", ".mts", ".mxf", ".ogv", ".ts", ".vob", ".webm", ".webp", ".wmv", ".y4m"),
+    *(".3g2", ".3gp", ".apng", ".asf", ".avi", ".flv", ".gif", ".m2ts", ".m4v", ".mkv", ".mov", ".mp4"),
+    *(".mpeg", ".mpg", ".mts", ".mxf", ".ogv", ".ts", ".vob", ".webm", ".wmv", ".y4m"),
 )
-"""Suffixes by which the videos in a directory are found; see `is_video`."""
-MOVING = {".avif": b"avis", ".webp": b"ANIM"}
-"""By a suffix that still pictures have too: what is among the first bytes of a file that moves."""
+"""Suffixes by which the videos in a directory are found; .avif and .webp are mostly still pictures."""
 
 # FFmpeg's names of the formats of pictures. A file in one of them is one frame, whatever follows in it.
 PICTURE = re.compile(r"image2|\w+_pipe")
-# Suffixes of a JPEG, and the number of first bytes among which its headers are.
-JPEG, HEAD = (".jfif", ".jpe", ".jpeg", ".jpg"), 1 << 17
+# FFmpeg takes a JPEG for a video if another one follows, such as a phone's second view.
+JPEG = (".jfif", ".jpe", ".jpeg", ".jpg")
 # FFmpeg's names of formats that announce how long a video is, and not how many frames it has.
 DURATION_IN_HEADER = ("flv", "matroska,webm", "mxf")
 # By its number in ITU-T H.273: the transfer function of a video of high dynamic range.
@@ -59,6 +57,14 @@ HD_ROWS = 720
 """Fewest rows of a frame whose colors are written in BT.709; players suppose BT.601 for fewer."""
 LIMITED_RANGE = 1
 """FFmpeg's number for luma of 16 to 235."""
+X264 = {"crf": "18", "mbtree": "0"}
+"""Options of the encoder x264 by which equal frames give equal files.
+
+With macroblock trees (mbtree) its output varies from run to run, even on one thread. Without the trees a rate
+factor (crf) of 18 gives the PSNR that 16 gives with them, in a quarter more bytes.
+"""
+SHORTEST = 20
+"""Fewest milliseconds of a GIF's frame: browsers show a shorter frame for a tenth of a second."""
 
 
 class VideoError(ValueError):
@@ -69,20 +75,8 @@ class VideoError(ValueError):
 
 
 def is_video(path: Path) -> bool:
-    """Return whether a file in a directory counts as a video, by its suffix; a still picture does not."""
-    suffix = path.suffix.lower()
-    return (
-        suffix in SUFFIXES
-        and path.is_file()
-        and (suffix not in MOVING or MOVING[suffix] in _first_bytes(path, 64))
-    )
-
-
-def _first_bytes(source: Source, count: int) -> bytes:
-    if isinstance(source, bytes):
-        return source[:count]
-    with open(source, "rb") as file:
-        return file.read(count)
+    """Return whether a file in a directory counts as a video, by its suffix."""
+    return path.suffix.lower() in SUFFIXES and path.is_file()
 
 
 def _av() -> Any:
@@ -188,7 +182,8 @@ class Video:
             self.tick = stream.time_base
             rates = (stream.average_rate, stream.guessed_rate)
             self.announced = tuple(filter(None, rates)) or type(self).announced
-            is_picture = self._is_picture(container)
+            # A picture is one frame, whatever follows in its file.
+            is_picture = PICTURE.fullmatch(container.format.name) or self.path.suffix.lower() in JPEG
             stored = shown = 0  # packets
             end = longest = previous = Fraction(0)  # seconds
             for packet in container.demux():
@@ -242,25 +237,15 @@ class Video:
                 f"{path} cannot be read as a video ({reason}): it is truncated or not a video"
             ) from error
 
-    def _is_picture(self, container: Any) -> bool:
-        """Return whether a file is one frame, whatever follows in it."""
-        name = container.format.name
-        # FFmpeg takes a JPEG for M-JPEG if another one follows, such as a phone's second view, of which the
-        # headers tell by the MP format of CIPA DC-007.
-        return bool(PICTURE.fullmatch(name)) or (
-            name == "mjpeg"
-            and (self.path.suffix.lower() in JPEG or b"MPF\0" in _first_bytes(self.source, HEAD))
-        )
-
     def _note(self, frame: Any, stream: Any) -> None:
         """Take a decoded frame's time, and of the first one the size."""
         size, time = (frame.height, frame.width), Fraction(0)
         if not self.times:
             self._size, self._start, self._is_damaged = size, frame.pts, False
-            orientation = Orientation.of(frame)
-            self.height, self.width = orientation.sides(size)
+            swapped, _, _ = orientation(frame)
+            self.height, self.width = size[::-1] if swapped else size
             aspect = stream.sample_aspect_ratio or Fraction(1)  # a stored pixel's width over its height
-            self.pixel = 1 / aspect if orientation.swapped else aspect
+            self.pixel = 1 / aspect if swapped else aspect
             if frame.color_trc in HDR:
                 logger.warning(
                     "%s is HDR video (%s): its colors are taken as stored, without tone mapping, and look "
@@ -308,12 +293,6 @@ class Video:
                 seconds - end > max(0.25, 2 * longest),
                 f"{self.path} is truncated: {seconds:.6g} s are announced, {float(end):.6g} s are there",
             ),
-            (
-                not self.times and self.path.suffix.lower() == ".webp" and is_video(self.path),
-                f"{self.path} is an animated WebP, which this FFmpeg cannot decode: make an .apng of it, "
-                f"without loss, by PIL.Image.open({self.path.name!r}).save({self.path.stem + '.apng'!r}, "
-                "'PNG', save_all=True)",
-            ),
             (not self.times, f"{self.path} has no frames"),
             error=VideoError,
         )
@@ -326,38 +305,19 @@ def probe(source: Source, at_most: int | None = None) -> Video:
     return video
 
 
-class Orientation(NamedTuple):
-    """The changes that set a stored frame upright: a phone stores an upright video on its side.
+def orientation(frame: Any) -> tuple[bool, int, int]:
+    """Return how to set a decoded frame upright, by its display matrix: phones store videos on their side.
 
-    If `swapped`, rows and columns are exchanged first. Then `upward` reverses the rows, and `leftward` the
-    columns.
+    The result is (swapped, rows, columns). If `swapped`, rows and columns are exchanged first. Then a step of
+    -1 reverses the rows, or the columns.
     """
-
-    swapped: bool = False
-    upward: bool = False
-    leftward: bool = False
-
-    @classmethod
-    def of(cls, frame: Any) -> Self:
-        """Return the orientation of a decoded frame, by its display matrix; upright if it has none."""
-        matrix = frame.side_data.get("DISPLAYMATRIX")
-        if matrix is None:
-            return cls()
-        # The matrix is that of ISO/IEC 14496-12: nine integers, row by row. A pixel at (x, y) is shown at
-        # x' = a x + c y and y' = b x + d y.
-        a, b, _, c, d, *_ = struct.unpack("=9i", bytes(matrix))
-        # For a quarter turn a and d are 0: then y' follows x by b, and x' follows y by c.
-        swapped = abs(b) > abs(a)
-        return cls(swapped, upward=(b if swapped else d) < 0, leftward=(c if swapped else a) < 0)
-
-    def sides(self, sides: tuple[int, int]) -> tuple[int, int]:
-        """Exchange (height, width) if the frame is stored on its side; a second call undoes this."""
-        return (sides[1], sides[0]) if self.swapped else sides
-
-    def pixels(self, pixels: np.ndarray) -> np.ndarray:
-        """Return stored pixels (H, W, 3) set upright."""
-        pixels = pixels.swapaxes(0, 1) if self.swapped else pixels
-        return np.ascontiguousarray(pixels[:: -1 if self.upward else 1, :: -1 if self.leftward else 1])
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    # The matrix is that of ISO/IEC 14496-12: nine integers, row by row. A pixel at (x, y) is shown at
+    # x' = a x + c y and y' = b x + d y.
+    a, b, _, c, d, *_ = (1, 0, 0, 0, 1) if matrix is None else struct.unpack("=9i", bytes(matrix))
+    # For a quarter turn a and d are 0: then y' follows x by b, and x' follows y by c.
+    swapped = abs(b) > abs(a)
+    return swapped, -1 if (b if swapped else d) < 0 else 1, -1 if (c if swapped else a) < 0 else 1
 
 
 @dataclass(frozen=True)
@@ -374,15 +334,6 @@ class Framing:
     width: int
     crop: bool = False
     resized: tuple[int, int] | None = None
-
-    def enlargement(self, info: Video) -> float:
-        """Return the factor by which a video's picture is enlarged along a side; 1 if it is not."""
-        if self.crop and self.resized is None:
-            return 1.0
-        # The ratios of the two sides; `info.pixel` is a pixel's width over its height. If frames are cropped
-        # after they are resized, the crop lowers the ratio of the side that it cuts: the other side's, the
-        # larger one, is the factor of the resizing.
-        return max(self.height / info.height, float(self.width / (info.width * info.pixel)), 1.0)
 
 
 def cover(info: Video, height: int, width: int) -> Framing:
@@ -458,9 +409,7 @@ def read_image(path: str | Path) -> Any:
     """Return an image file as a Pillow image in RGB, upright; raise `VideoError` if it cannot be read."""
     try:
         with Image.open(path) as image:
-            upright = ImageOps.exif_transpose(image)
-            is_deep = upright.mode.startswith("I;16")  # 16 bits of gray, which `convert` would cut off at 255
-            return (upright.point(lambda value: value / 257) if is_deep else upright).convert("RGB")
+            return ImageOps.exif_transpose(image).convert("RGB")
     # Pillow raises a `SyntaxError` for a broken PNG, and its own error for more pixels than it allows.
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise VideoError(f"cannot read {path} as an image ({error})") from error
@@ -468,92 +417,33 @@ def read_image(path: str | Path) -> Any:
 
 def framed(frame: Any, size: Framing | None = None) -> torch.Tensor:
     """Return a decoded frame as uint8 (1, 3, H, W), upright, in a size; None for its own."""
-    orientation = Orientation.of(frame)
+    swapped, *steps = orientation(frame)
     # The upright (height, width) to resize to, before any crop; None for no resizing.
     resized = size and (size.resized if size.crop else (size.height, size.width))
-    height, width = orientation.sides(resized) if resized else (None, None)  # as stored: FFmpeg resizes first
-    pixels = orientation.pixels(
-        frame.to_ndarray(format="rgb24", width=width, height=height, interpolation="BICUBIC")
-    )
+    height, width = (resized or (None, None))[:: -1 if swapped else 1]  # as stored: FFmpeg resizes first
+    stored = frame.to_ndarray(format="rgb24", width=width, height=height, interpolation="BICUBIC")
+    rows, columns = (slice(None, None, step) for step in steps)
+    pixels = (stored.swapaxes(0, 1) if swapped else stored)[rows, columns]
     if size:  # frames that are resized alone have the size already
         top, left = (pixels.shape[0] - size.height) // 2, (pixels.shape[1] - size.width) // 2
         pixels = pixels[top : top + size.height, left : left + size.width]
-    return torch.from_numpy(pixels).permute(2, 0, 1)[None].contiguous()
+    return torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)[None].contiguous()
 
 
 # Writing
 
 
-class Sink:
-    """A writer of frames. This base class drops them, for a process that writes no output."""
-
-    def write(self, frames: torch.Tensor) -> None:
-        """Write uint8 frames (1, 3, t, H, W)."""
-
-    def finish(self) -> None:
-        """Write the end of the output, after the last frame."""
-
-    def close(self) -> None:
-        """Close the open files, even if writing was not completed."""
-
-
-def write_all(sink: Sink, pieces: Iterable[torch.Tensor]) -> int:
-    """Write frames, which come in `pieces` (1, 3, t, H, W), into a sink; return the number of frames."""
-    written = 0
-    for frames in pieces:
-        sink.write(frames)
-        written += frames.shape[2]
-    return written
-
-
-def _frames_NHWC(frames: torch.Tensor) -> Iterator[np.ndarray]:
-    """Yield the pixels (H, W, 3) of each frame of (1, 3, t, H, W)."""
-    yield from frames[0].permute(1, 2, 3, 0).contiguous().numpy()
-
-
-class _GifSink(Sink):
-    """Writes an animated GIF: each frame has its own palette, and lasts for whole hundredths of a second."""
-
-    SHORTEST = 20
-    """Fewest milliseconds of a frame: browsers show a shorter frame for a tenth of a second."""
-
-    def __init__(self, path: Path, fps: Fraction):
-        self._path = path
-        self._hundredths = Fraction(100) / fps  # the duration of a frame, in hundredths of a second
-        self._images: list[Any] = []
-
-    def write(self, frames: torch.Tensor) -> None:
-        # All frames are held, as Pillow writes a GIF at once. Palette indices take a third of RGB's bytes.
-        self._images += [Image.fromarray(pixels).quantize() for pixels in _frames_NHWC(frames)]
-
-    def finish(self) -> None:
-        if self._images:
-            first, *rest = self._images
-            # When each frame begins, in hundredths of a second, and when the last one ends. These times are
-            # rounded, and not the durations, whose errors would add up.
-            starts = [round(i * self._hundredths) for i in range(len(self._images) + 1)]
-            # Pillow takes milliseconds; browsers slow down frames shorter than `SHORTEST`. With loop=0 the
-            # GIF is repeated without end.
-            durations = [max(10 * (end - start), self.SHORTEST) for start, end in itertools.pairwise(starts)]
-            first.save(self._path, "GIF", save_all=True, append_images=rest, duration=durations, loop=0)
-
-
-class _FrameSink(Sink):
-    """Writes numbered pictures into a directory: frame_00000.png and so on."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._count = 0
-
-    def write(self, frames: torch.Tensor) -> None:
-        for pixels in _frames_NHWC(frames):
-            Image.fromarray(pixels).save(self._path / f"frame_{self._count:05d}.png")
-            self._count += 1
+Write = Callable[[torch.Tensor], int]
+"""A function that writes uint8 frames (1, 3, t, H, W), and returns t."""
+Writer = contextlib.AbstractContextManager[Callable[[np.ndarray], Any]]
+"""A context manager whose block gets a function that writes the pixels (H, W, 3) of one frame."""
 
 
 @contextlib.contextmanager
-def writing(path: str | Path, fps: Fraction | float) -> Iterator[Sink]:
-    """Open a sink for an .mp4 or .gif file, or a directory of numbered PNG frames; `fps` is frames a second.
+def writing(path: str | Path, fps: Fraction | float) -> Iterator[Write]:
+    """Yield a function that writes frames, uint8 (1, 3, t, H, W), and returns t.
+
+    The output is an .mp4 or .gif file, or a directory of numbered PNG frames. `fps` is frames a second.
 
     Raises:
         OutputError: as `check_writing` raises it, or the output cannot be written.
@@ -561,15 +451,17 @@ def writing(path: str | Path, fps: Fraction | float) -> Iterator[Sink]:
     suffix = check_writing(path, fps)  # "" for a directory
     # The exact fraction of a float such as 29.97 does not fit FFmpeg's 32-bit integers.
     rate = Fraction(fps).limit_denominator(100_000)
-    with whole_file(path, directory=not suffix) as temporary:
-        makers = {
-            ".mp4": lambda: _Mp4Sink(temporary, rate),
-            ".gif": lambda: _GifSink(temporary, rate),
-            "": lambda: _FrameSink(temporary),
-        }
-        with contextlib.closing(makers[suffix]()) as sink:
-            yield sink
-            sink.finish()
+    with (
+        whole_file(path, directory=not suffix) as temporary,
+        WRITERS[suffix](temporary, rate) as write_frame,
+    ):
+
+        def write(frames: torch.Tensor) -> int:
+            for pixels in frames[0].permute(1, 2, 3, 0).contiguous().numpy():
+                write_frame(pixels)
+            return frames.shape[2]
+
+        yield write
 
 
 def check_writing(path: str | Path, fps: Fraction | float) -> str:
@@ -579,15 +471,11 @@ def check_writing(path: str | Path, fps: Fraction | float) -> str:
     not above 0, or shows a frame for longer than `LONGEST` seconds.
     """
     path = check_output(path)
-    refuse(path, (not 0 < fps < math.inf, f"it has {fps} frames a second: give a rate above 0"))  # nor NaN
     suffix = path.suffix.lower()
     refuse(
         path,
-        (
-            1 / fps > LONGEST,
-            f"a frame would last for {float(1 / fps):.0f} s, at most {LONGEST} s are possible; give another "
-            "--fps",
-        ),
+        (not 0 < fps < math.inf, f"it has {fps} frames a second: give a rate above 0"),  # nor NaN
+        (fps * LONGEST < 1, f"a frame would last for more than {LONGEST} s; give another --fps"),
         (suffix not in (".mp4", ".gif", ""), "give a name in .mp4 or .gif, or a directory for frames"),
         (path.is_dir() and bool(suffix), "it is a directory"),
         (path.is_dir() and any(path.iterdir()), "it is a directory that is not empty"),
@@ -602,63 +490,71 @@ def check_writing(path: str | Path, fps: Fraction | float) -> str:
     return suffix
 
 
-class _Mp4Sink(Sink):
-    """Writes an .mp4 of H.264 in yuv420p, which every player shows; its loss of quality is hardly seen.
+@contextlib.contextmanager
+def _gif(path: Path, fps: Fraction) -> Iterator[Callable[[np.ndarray], None]]:
+    """Write an animated GIF: each frame has its own palette, and lasts for whole hundredths of a second."""
+    images: list[Image.Image] = []
+    # All frames are held, as Pillow writes a GIF at once. Palette indices take a third of RGB's bytes.
+    yield lambda pixels: images.append(Image.fromarray(pixels).quantize())
+    if images:
+        # When each frame begins, in hundredths of a second, and when the last one ends. These times are
+        # rounded, and not the durations, whose errors would add up.
+        starts = [round(i * 100 / fps) for i in range(len(images) + 1)]
+        # Pillow takes milliseconds. With loop=0 the GIF is repeated without end.
+        durations = [max(10 * (end - start), SHORTEST) for start, end in itertools.pairwise(starts)]
+        images[0].save(path, "GIF", save_all=True, append_images=images[1:], duration=durations, loop=0)
 
-    The file names its color standard. It is the one that players suppose for a file that names none: BT.709
-    from `HD_ROWS` rows on, BT.601 below.
-    """
 
-    OPTIONS: ClassVar = {"crf": "18", "mbtree": "0"}
-    """Options of the encoder x264 by which equal frames give equal files.
+@contextlib.contextmanager
+def _pictures(path: Path, fps: Fraction) -> Iterator[Callable[[np.ndarray], None]]:
+    """Write numbered pictures into a directory: frame_00000.png and so on."""
+    numbers = itertools.count()
+    yield lambda pixels: Image.fromarray(pixels).save(path / f"frame_{next(numbers):05d}.png")
 
-    With macroblock trees (mbtree) its output varies from run to run, even on one thread. Without the trees a
-    rate factor (crf) of 18 gives the PSNR that 16 gives with them, in a quarter more bytes.
-    """
 
-    def __init__(self, path: Path, fps: Fraction):
-        self._fps = fps
-        self._stream: Any = None
-        self._container = _av().open(str(path), "w", format="mp4")
+@contextlib.contextmanager
+def _mp4(path: Path, fps: Fraction) -> Iterator[Callable[[np.ndarray], None]]:
+    """Write an .mp4 of H.264 in yuv420p, which every player shows; its loss of quality is hardly seen."""
+    av, stream = _av(), None
+    container = av.open(str(path), "w", format="mp4")
 
-    def write(self, frames: torch.Tensor) -> None:
-        for pixels in _frames_NHWC(frames):
-            if self._stream is None:
-                self._stream = self._add_stream(*pixels.shape[:2])
-            frame = (
-                _av()
-                .VideoFrame.from_ndarray(pixels, format="rgb24")
-                .reformat(
-                    format="yuv420p",
-                    dst_colorspace=self._stream.codec_context.colorspace,
-                    dst_color_range=LIMITED_RANGE,
-                )
-            )
-            self._container.mux(self._stream.encode(frame))
-
-    def _add_stream(self, height: int, width: int) -> Any:
-        """Add a video stream with the frames' size and colors; return it."""
-        if height % 2 or width % 2:
-            raise VideoError(f"got frames of {height} x {width} pixels: an .mp4 needs even sides")
-        stream = self._container.add_stream(
-            "libx264", self._fps, self.OPTIONS, height=height, width=width, pix_fmt="yuv420p"
+    def write(pixels: np.ndarray) -> None:
+        nonlocal stream
+        stream = stream or _h264_stream(container, fps, *pixels.shape[:2])
+        frame = av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(
+            format="yuv420p",
+            dst_colorspace=stream.codec_context.colorspace,
+            dst_color_range=LIMITED_RANGE,
         )
-        context = stream.codec_context
-        context.color_range = LIMITED_RANGE
-        context.colorspace = BT709 if height >= HD_ROWS else BT601
-        # H.273 numbers primaries, transfer and matrix (`colorspace`) each in a table of its own. A standard's
-        # number is the same in all three.
-        context.color_primaries = context.color_trc = context.colorspace
-        return stream
+        container.mux(stream.encode(frame))
 
-    def finish(self) -> None:
-        """Write the frames that x264 holds back, and the index."""
-        if self._stream is not None:
-            self._container.mux(self._stream.encode(None))  # None flushes the encoder
-        self._container.close()
-
-    def close(self) -> None:
+    try:
+        yield write
+        container.mux(stream.encode(None) if stream else ())  # the frames that x264 holds back
+        container.close()
+    finally:
         # Closing writes the file's end, which fails if a frame failed: the frame's error is to be reported.
-        # After a success no error is hidden, because `finish` has closed the container already.
-        with contextlib.suppress(_av().error.FFmpegError):
-            self._container.close()
+        # After a success the container is closed already.
+        with contextlib.suppress(av.error.FFmpegError):
+            container.close()
+
+
+def _h264_stream(container: Any, fps: Fraction, height: int, width: int) -> Any:
+    """Add a video stream to a container, which names its color standard; return it.
+
+    The standard is the one that players suppose for a file that names none: BT.709 from `HD_ROWS` rows on,
+    BT.601 below.
+    """
+    if height % 2 or width % 2:
+        raise VideoError(f"got frames of {height} x {width} pixels: an .mp4 needs even sides")
+    stream = container.add_stream("libx264", fps, X264, height=height, width=width, pix_fmt="yuv420p")
+    context = stream.codec_context
+    context.color_range = LIMITED_RANGE
+    # H.273 numbers primaries, transfer and matrix (`colorspace`) each in a table of its own. A standard's
+    # number is the same in all three.
+    context.color_primaries = context.color_trc = context.colorspace = BT709 if height >= HD_ROWS else BT601
+    return stream
+
+
+WRITERS: dict[str, Callable[[Path, Fraction], Writer]] = {".mp4": _mp4, ".gif": _gif, "": _pictures}
+"""By an output's suffix, "" for a directory."""

@@ -5,7 +5,6 @@ keeps a second writer away. The next writer of the same output removes what a ki
 """
 
 import contextlib
-import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -36,13 +35,12 @@ def refuse(path: str | Path, *checks: tuple[bool, str]) -> None:
 def check_output(path: str | Path) -> Path:
     """Return the path, if a file or a directory can be written there; else raise `OutputError`."""
     path, parent = Path(path), resolved(path).parent  # the parent of a symbolic link's target
-    try:
-        is_special = path.exists() and not (path.is_file() or path.is_dir())
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}") from error
     refuse(
         path,
-        (is_special, "it is a device or a pipe; give a file"),
+        (
+            path.exists() and not (path.is_file() or path.is_dir()),
+            "it is a device or a pipe; give a file",
+        ),
         (not parent.is_dir(), f"there is no directory {parent}"),
         (not os.access(parent, os.W_OK), f"{parent} is not writable"),
     )
@@ -101,8 +99,8 @@ def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def locked(path: str | Path, whole: str | Path | None = None) -> Iterator[None]:
-    """Lock an output for the `with` block; raise as `whole_file` does.
+def locked(path: str | Path, whole: str | Path | None = None, *, wait: float = 0) -> Iterator[None]:
+    """Lock an output for the `with` block, and wait for it so many seconds; raise as `whole_file` does.
 
     The message of `LockedError` names the output, or the `whole` of which it is a part.
     """
@@ -111,14 +109,12 @@ def locked(path: str | Path, whole: str | Path | None = None) -> Iterator[None]:
     lock = filelock.FileLock(place, thread_local=False)
     try:
         with contextlib.suppress(filelock.Timeout):
-            lock.acquire(blocking=False)
-        lock.acquire(blocking=False)  # again, as its owner may just have removed the file of the lock
+            lock.acquire(timeout=0)
+        lock.acquire(timeout=wait)  # again, as its owner may just have removed the file of the lock
     except filelock.Timeout as error:
         raise LockedError(
             f"cannot write {whole or path}: another run is writing it; wait for it, or end it"
         ) from error
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}") from error
     try:
         yield
     finally:
@@ -132,12 +128,9 @@ def remove_leftover(path: str | Path) -> None:
 
 
 def hidden(path: str | Path, suffix: str) -> Path:
-    """Return the hidden path `.NAMEsuffix` beside `path`; a hash stands for a NAME that is too long."""
+    """Return the hidden path `.NAMEsuffix` beside `path`."""
     path = resolved(path)
-    name = f".{path.name}{suffix}"
-    if len(os.fsencode(name)) > 255:  # bytes, the most for a name on Linux
-        name = f".{hashlib.sha256(os.fsencode(path.name)).hexdigest()}{suffix}"
-    return path.with_name(name)
+    return path.with_name(f".{path.name}{suffix}")
 
 
 def _remove(path: Path) -> None:

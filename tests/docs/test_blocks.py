@@ -18,8 +18,8 @@ import benchmarks.__main__ as laboratory
 from cogvideox_torchax import cli
 from tests import small_pipelines
 from tests.docs.blocks import PAGES, Block, blocks
-from tests.files.test_video import write
 from tests.processes import ROOT
+from tests.videos import write
 
 RUN = {page: [block for block in blocks(page) if block.reason is None] for page in PAGES}
 RUN = {page: found for page, found in RUN.items() if any(b.language in ("python", "bash") for b in found)}

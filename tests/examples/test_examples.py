@@ -18,8 +18,8 @@ from cogvideox_torchax.pipelines import description
 from examples import serve, stream_to_browser
 from tests import small_pipelines
 from tests.dataset.conftest import write_clip
-from tests.files.test_video import read_all
 from tests.processes import ROOT
+from tests.videos import read_all
 
 EXAMPLES = ROOT / "examples"
 

@@ -14,8 +14,8 @@ from PIL import Image
 from torch import nn
 
 from tests import reference
-from tests.files.test_video import moving_frames, write
 from tests.processes import ROOT
+from tests.videos import moving_frames, write
 
 CONFIG = {
     **reference.SMALL,

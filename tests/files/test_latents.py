@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 from dataclasses import replace
 from fractions import Fraction
 from unittest.mock import Mock
@@ -25,12 +24,8 @@ FIELDS = json.loads(MADE.metadata()[latents.KEY])
 
 
 def with_field(name, value):
-    """Return the metadata with another value of a field, of the config too; `MISSING` leaves it out."""
-    fields = {**FIELDS, "config": {**FIELDS["config"]}}
-    owner = fields["config"] if name in latents.FACTORS else fields
-    del owner[name]
-    if value is not MISSING:
-        owner[name] = value
+    """Return the metadata with another value of a field; `MISSING` leaves it out."""
+    fields = {key: kept for key, kept in {**FIELDS, name: value}.items() if kept is not MISSING}
     return {latents.KEY: json.dumps(fields)}
 
 
@@ -55,33 +50,29 @@ def test_what_is_saved_is_loaded(tmp_path, scale, shift):
         assert list(file.metadata()) == [latents.KEY]
 
 
-NUMBERS = ["0.7", math.nan, math.inf, -math.inf, True, [0.7], MISSING, 10**400, 1e39]
 BROKEN = {
-    "scaling_factor": [*NUMBERS, None, 0.0],
-    "shift_factor": [value for value in NUMBERS if value is not MISSING],
-    "invert_scale_latents": [None, 0, "false", MISSING],
-    "config": [[1], MISSING],
-    "model": [3, MISSING],
-    "fps": ["0", "-8", "8/0", 8, "nan", "1e99999999", "1/10000000000", "1e-9", "1e400", "9" * 500, MISSING],
-    "num_frames": ["8", 0, 8.0, True, 2**63, MISSING],
-    "about": [[], None, MISSING],
+    "config": [[1], None, MISSING],
+    "model": [MISSING],
+    "fps": ["0", "-8", "8/0", 8, "nan", "1e99999999", "1/10000000000", "1e-9", "9" * 500, MISSING],
+    "num_frames": ["eight", None, MISSING],
+    "about": [3, None, MISSING],
 }
 CASES = [
-    *((with_field(field, value), f"broken: its {field} is .* is wanted")
-      for field, values in BROKEN.items() for value in values),
-    *(({latents.KEY: text}, "broken: its metadata is no JSON")
-      for text in ("{", "[" * 10**5, '{"a":' * 10**5, "9" * 5000)),
-    *((metadata, "no latent file of this program")
-      for metadata in (None, {"format": "pt"}, {latents.KEY: "[2]"}, {latents.KEY: '{"format": 3}'})),
-]  # fmt: skip
+    *(with_field(field, value) for field, values in BROKEN.items() for value in values),
+    *(
+        {latents.KEY: text}
+        for text in ("{", "[" * 10**5, '{"a":' * 10**5, "9" * 5000, "[2]", '{"format": 3}')
+    ),
+    *(None, {"format": "pt"}),
+]
 
 
-@pytest.mark.parametrize(("metadata", "words"), CASES, ids=[str(case)[-60:] for case in CASES])
-def test_metadata_that_is_broken_or_another_programs_is_refused_by_name(tmp_path, metadata, words):
+@pytest.mark.parametrize("metadata", CASES, ids=[str(case)[-60:] for case in CASES])
+def test_metadata_that_is_broken_or_another_programs_is_refused(tmp_path, metadata):
     path = tmp_path / "z.safetensors"
     save_file({latents.TENSOR: MADE.tensor}, path, metadata=metadata)
     for read in (latents.load, latents.about, lambda path: latents.loads(path.read_bytes(), path)):
-        with pytest.raises(latents.LatentsError, match=f"z.safetensors is {words}"):
+        with pytest.raises(latents.LatentsError, match="z.safetensors is broken, or no latent file of this"):
             read(path)
 
 

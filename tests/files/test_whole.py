@@ -16,7 +16,7 @@ import pytest
 from cogvideox_torchax.dataset import packing
 from cogvideox_torchax.files import latents, reports, whole
 from cogvideox_torchax.files.whole import LockedError, OutputError, whole_file
-from tests.files import test_video
+from tests import videos
 from tests.files.test_latents import MADE
 
 WRITER = """
@@ -95,7 +95,7 @@ def test_where_the_work_fails_what_was_there_stays(tmp_path, directory):
     assert listed(tmp_path) == ["a"]
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a [1]*.txt", "x" * 251 + ".txt", "é" * 120 + ".txt", "frames"])
+@pytest.mark.parametrize("name", ["a.txt", "a [1]*.txt", "é" * 100 + ".txt", "frames"])
 def test_what_a_killed_writer_left_is_removed_by_the_next_of_the_same_output(tmp_path, name):
     directory = name == "frames"
     with writer(tmp_path / name, directory) as process:
@@ -179,7 +179,7 @@ def files_of_at_most(size):
 
 
 def write_video(path):
-    test_video.write(path, test_video.moving_frames(60 if path.suffix == ".mp4" else 9))
+    videos.write(path, videos.moving_frames(60 if path.suffix == ".mp4" else 9))
 
 
 def write_shards(path):

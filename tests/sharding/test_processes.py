@@ -25,8 +25,8 @@ from cogvideox_torchax.files import latents
 from cogvideox_torchax.pipelines.port import port_pipeline
 from cogvideox_torchax.sharding import ProcessError, check_all_take_part
 from tests import reference, small_pipelines
-from tests.files.test_video import moving_frames, write
 from tests.processes import ROOT, run_python
+from tests.videos import moving_frames, write
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 

@@ -1,0 +1,44 @@
+"""Small videos of tests: their frames, written and read back."""
+
+from fractions import Fraction
+
+import av
+import torch
+
+from cogvideox_torchax.files import video
+
+
+def moving_frames(count=9, height=24, width=40):
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    frames = [
+        torch.stack([rows * 8 + 4 * t, columns * 5, torch.full_like(rows, 20 * t)]) for t in range(count)
+    ]
+    return torch.stack(frames, 1)[None].clamp(0, 255).to(torch.uint8)
+
+
+def write(path, frames, rate=10):
+    """Write frames as a video, as the commands do."""
+    with video.writing(path, rate) as write_chunk:
+        for chunk in frames.split(8, dim=2):
+            write_chunk(chunk)
+
+
+def encode(container, frames, codec="libx264", rate=10, times=None, pixel=1, **options):
+    """Encode frames into an open container by PyAV alone, at times of their own in milliseconds if given."""
+    equal = {"mbtree": "0"} if codec == "libx264" else {}  # with which equal frames give equal packets
+    stream = container.add_stream(codec, rate=rate, options=options | equal)
+    stream.height, stream.width, stream.pix_fmt = *frames.shape[3:], "yuv420p"
+    stream.disposition = av.stream.Disposition.default
+    stream.codec_context.sample_aspect_ratio = Fraction(pixel)
+    if times:
+        stream.codec_context.time_base = Fraction(1, 1000)
+    for number, pixels in enumerate(frames[0].permute(1, 2, 3, 0).contiguous().numpy()):
+        frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+        if times:
+            frame.pts, frame.time_base = times[number], Fraction(1, 1000)
+        container.mux(stream.encode(frame))
+    container.mux(stream.encode(None))
+
+
+def read_all(path, size=None, count=None):
+    return torch.stack([video.framed(frame, size) for _, frame in video.Video(path).frames(at_most=count)], 2)
