@@ -12,8 +12,8 @@ from typing import Any
 
 from cogvideox_torchax.cli import common, devices
 from cogvideox_torchax.dataset import clip, loop, sources
-from cogvideox_torchax.dataset.directory import Changes, LatentDirectory, OutputDirectory, VideoDirectory
-from cogvideox_torchax.files import reports
+from cogvideox_torchax.dataset.directory import LatentDirectory, OutputDirectory, VideoDirectory
+from cogvideox_torchax.files import latents, reports
 
 
 def encode(args: argparse.Namespace) -> int:
@@ -36,7 +36,7 @@ def encode(args: argparse.Namespace) -> int:
         host_config = replace(config, backend="torch", dp=None, tp=None) if on_ray else config
         unit = clip.EncodeClip(host_config, common.say)
         unit.check()
-        directory = LatentDirectory(args.output, unit, clips, share, retry=args.retry_failed)
+        directory = LatentDirectory(args.output, unit, clips, share)
         with directory.locked():
             if on_ray and directory.missing:
                 from cogvideox_torchax.dataset import ray
@@ -45,11 +45,8 @@ def encode(args: argparse.Namespace) -> int:
                 steps = ray.work(directory, config, args.ray or None, actors=args.actors)
             else:
                 steps = directory.work(readers=args.workers or loop.READERS)
-            # `steps` is a generator: each clip is encoded when `run_loop` takes its outcome. `changes` then
-            # counts what was done to the clip's frames.
-            changes = Changes()
-            report = run_loop(args, steps, directory, changes)
-    return print_report(args, {**report, **changes.report()}, directory)
+            report = run_loop(args, steps, directory)
+    return print_report(args, report, directory)
 
 
 def decode(args: argparse.Namespace) -> int:
@@ -59,25 +56,24 @@ def decode(args: argparse.Namespace) -> int:
     """
     files = sources.latent_files(Path(args.latents), common.say)
     with devices.share_of_this_process(args) as share:
-        directory = VideoDirectory(args.output, files, args.fps, share, retry=args.retry_failed)
+        directory = VideoDirectory(args.output, files, args.fps, share)
         with directory.locked():
             for name, reason in directory.bad.items():
                 common.say(f"bad: {name}: {reason}")
-            # One clip is checked before the loop begins: latents of another model end the command, and do not
-            # become a list of bad clips. None if no clip is left to decode: then no model is loaded.
-            first_latents = directory.first_latents()
-            latents_model = first_latents.model if first_latents else ""
-            config = common.config_of(args, model=args.model or latents_model)
-            unit = clip.DecodeClip(config, common.say)
-            if first_latents:
-                unit.check(first_latents)
-            # `unit.model_sha256` loads the model. With "", for no model, the settings that all videos of the
-            # directory must share have no hash, and the saved hash is not compared.
-            model_sha256 = unit.model_sha256 if first_latents else ""
+            config, model_sha256, steps = common.config_of(args, model=args.model or ""), "", iter(())
+            if directory.missing:
+                # One clip is checked before the loop begins: latents of another model end the command, and do
+                # not become a list of bad clips.
+                first = latents.load(next(iter(directory.missing.values())))
+                config = replace(config, model=args.model or first.model)
+                unit = clip.DecodeClip(config, common.say)
+                unit.check(first)
+                model_sha256 = unit.model_sha256
+                steps = directory.work(unit, readers=args.workers or loop.READERS)
             if directory.missing or directory.done_before:
                 fps = args.fps and str(args.fps)  # a `Fraction` as text; None stays None
+                # Where no model was loaded, its hash is not compared.
                 directory.save_or_check_settings(config.fixed_settings(model_sha256) | {"fps": fps})
-            steps = directory.work(unit, readers=args.workers or loop.READERS)
             report = run_loop(args, steps, directory)
     return print_report(args, report, directory)
 
@@ -86,24 +82,18 @@ def run_loop(
     args: argparse.Namespace,
     steps: Iterable[loop.Step],
     directory: OutputDirectory,
-    changes: Changes | None = None,
     unit: str = "clip",
 ) -> dict[str, Any]:
-    """Take the steps of a loop over units under a progress bar; print each bad one; return the report.
-
-    `changes`, if given, counts the changes to the clips' frames.
-    """
+    """Take the steps of a loop over units under a progress bar; print each bad one; return the report."""
     clock = common.announcing_clock(args)
-    count = 0  # of units that did not fail
+    # A unit is computed when its step is taken. `count` is of units that did not fail.
+    count = 0
     waited = computed = 0.0  # seconds
     for step in common.progress(steps, len(directory.missing), args.command, args=args, unit=unit):
         waited, computed = waited + step.waited, computed + step.computed
         if step.error is not None:
             common.say(f"bad {unit} {step.job}: {step.error}")  # the job is the unit's id
-            continue
-        count += 1
-        if changes:
-            changes.add(step.result)
+        count += step.error is None
     seconds = clock.elapsed  # wall time; `clock.seconds` is the time of tracing and compiling alone
     return {
         "output": args.output,
@@ -127,10 +117,6 @@ def print_report(
 ) -> int:
     """Print the report, and a line about bad units; return the exit code, 1 if there are any."""
     reports.print_report(report, args.json)
-    if not directory.bad:
-        return 0
-    ids = list(directory.bad)
-    shown = ", ".join([*ids[:5], "..."] if len(ids) > 5 else ids)
-    place = f"a line above or {directory.failed}" if directory.failed.exists() else "a line above"
-    common.say(f"bad {unit}s left out: {len(ids)} ({shown}); {place} says why, and what helps")
-    return 1
+    if directory.bad:
+        common.say(f"bad {unit}s left out: {len(directory.bad)}; the lines above say why")
+    return int(bool(directory.bad))

@@ -4,17 +4,16 @@ A *bucket* is one of the sizes that the clips of a data set are brought to. A *w
 that gets latents of its own. The field `about` of `Latents` names the source, its changes and the settings.
 """
 
+import functools
 import hashlib
 import io
 import itertools
 import json
 import math
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -210,7 +209,6 @@ class ClipPart:
         frames: uint8 (1, 3, T, H, W); None for a long clip, which is decoded again while it is encoded.
         fps: frames a second at which frames are taken; None for every frame.
         sha256: hash of the file; "" if it was not computed.
-        stamp: the file's size and time of change before it was read; None for bytes.
     """
 
     clip: Clip
@@ -222,7 +220,6 @@ class ClipPart:
     frames: torch.Tensor | None = None
     fps: Fraction | None = None
     sha256: str = ""
-    stamp: tuple[int, int] | None = None
 
     @property
     def num_frames(self) -> int:
@@ -267,7 +264,6 @@ def read(clip: Clip, config: ClipConfig, scale: int, at_most: int | None = None)
     """
     if not isinstance(clip, Clip):
         raise ClipError(f"got a {type(clip).__name__}: give a Clip(id, source)")
-    stamp = _stamp(clip.source)  # before the file is read: tells later whether it was changed meanwhile
     info, fps = video.Video(clip.source), kinds.frame_rate(config.fps) if config.fps else None
     longest = max((bucket.frames for bucket in config.buckets), default=None)
     if config.windows:
@@ -296,11 +292,12 @@ def read(clip: Clip, config: ClipConfig, scale: int, at_most: int | None = None)
         "variable_frame_rate": info.variable,
         "dropped_frames": info.num_frames - 1 - taken[-1],  # of the file, after the last one that is taken
         "repeated_frames": len(taken) - len(set(taken)),
-        "enlarged": round(framing.enlargement(info), 3),
+        "source_height": info.height,
+        "source_width": info.width,
         "first_frame": taken[0],
     }
     pixels = torch.stack(held[: len(taken)], dim=2) if len(taken) <= len(held) else None
-    return ClipPart(clip, info, framing, taken, length, changes, pixels, fps, stamp=stamp)
+    return ClipPart(clip, info, framing, taken, length, changes, pixels, fps)
 
 
 def _framing_and_length(
@@ -320,12 +317,10 @@ def _framing_and_length(
 
 Chunks = Iterator[Any]
 """Yields the result of each chunk of a clip: in encoding its tensors to keep, in decoding its frames."""
-_LOADING = threading.RLock()
-"""Held while a model is loaded or hashed. It is reentrant, as `model_sha256` holds it and loads the model."""
 
 
 class _ClipUnit:
-    """A config and its model. The model is loaded when it is first used, and is left out of a pickle.
+    """A config and its model, which is left out of a pickle: another process loads its own.
 
     Args:
         config: model and settings.
@@ -343,28 +338,15 @@ class _ClipUnit:
         vae: Any = None,
         follow: Callable[[Chunks, int, str], Chunks] | None = None,
     ):
-        self.config = config
-        self._say = say  # prints a message for the user
-        self._vae = vae
-        self._hash = ""  # of the model, once it is computed
-        self._follow = follow  # wraps the results of a clip's chunks in a progress bar
+        self.config, self._say, self._follow = config, say, follow
+        self.vae = config.load() if vae is None else vae
 
-    @property
-    def vae(self) -> Any:
-        with _LOADING:  # the loop's thread and the threads that read clips may ask at the same time
-            if self._vae is None:
-                self._vae = self.config.load()
-            return self._vae
-
-    @property
+    @functools.cached_property
     def model_sha256(self) -> str:
-        with _LOADING:
-            self._hash = self._hash or model_sha256(self.vae)
-            return self._hash
+        return model_sha256(self.vae)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle, without the model: another process loads its own."""
-        return {**vars(self), "_vae": None, "_hash": ""}
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.config, self._say)
 
     def _with_tiles_and_progress(
         self,
@@ -460,9 +442,6 @@ class EncodeClip(_ClipUnit):
                 )
             )
             about = self._about(part) if part.clip.id else {}  # before the tiles are restored: it names them
-        # The file's size and time of change, compared with those before it was read.
-        if _stamp(part.clip.source) != part.stamp:
-            raise ClipError(f"{part.info.path} was changed while it was read: encode it when it is complete")
         tensors = {name: torch.cat([chunk[name] for chunk in chunks], dim=2) for name in KEEP[config.keep]}
         return Latents(
             tensor=tensors[latent_files.TENSOR],
@@ -578,11 +557,3 @@ def model_sha256(vae: Any) -> str:
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()
-
-
-def _stamp(source: video.Source) -> tuple[int, int] | None:
-    """Return a file's size and time of change, to tell later whether it was changed; None for bytes."""
-    if isinstance(source, bytes) or not Path(source).is_file():
-        return None
-    status = Path(source).stat()
-    return status.st_size, status.st_mtime_ns

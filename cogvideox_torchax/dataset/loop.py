@@ -28,14 +28,12 @@ class Step:
         error: why the job failed; None if it succeeded.
         waited: seconds for which the computation waited for the job's input.
         computed: seconds of the computation.
-        result: of `compute`; None if the job failed.
     """
 
     job: Any
     error: str | None
     waited: float
     computed: float
-    result: Any = None
 
 
 COMPUTING_ERRORS = (ValueError, ArithmeticError, MemoryError, RuntimeError)
@@ -52,8 +50,7 @@ def attempt(
     """Call `step(argument)`; return (result, None), or (None, reason) if it raises one of `errors`.
 
     `errors` are those that the clip may cause. An `OutputError`, and a `RuntimeError` that does not report
-    exhausted memory, come from the machine or the program: they are raised even if they are in `errors`. The
-    reason ends in advice on a retry.
+    exhausted memory, come from the machine or the program: they are raised even if they are in `errors`.
     """
     try:
         return step(argument), None
@@ -62,11 +59,7 @@ def attempt(
         if isinstance(error, OutputError) or (isinstance(error, RuntimeError) and not is_out_of_memory):
             raise
         message = " ".join(str(error).split())  # on one line; "" for Python's own `MemoryError`
-        reason = message or ("out of memory" if is_out_of_memory else type(error).__name__)
-        # The machine's fault, not the clip's. An error of FFmpeg is the cause of the one that is raised.
-        if is_out_of_memory or isinstance(error, OSError) or isinstance(error.__cause__, OSError):
-            return None, f"{reason}; --retry-failed tries again"
-        return None, f"{reason}; --retry-failed helps only after a change of the clip or of the settings"
+        return None, message or ("out of memory" if is_out_of_memory else type(error).__name__)
 
 
 def work(
@@ -115,7 +108,7 @@ def work(
             # error of a write that failed.
             while len(pending_writes) > WRITTEN_BEHIND or (pending_writes and pending_writes[0].done()):
                 pending_writes.popleft().result()
-            yield Step(job, reason, computing_began - waiting_began, ended - computing_began, result)
+            yield Step(job, reason, computing_began - waiting_began, ended - computing_began)
         while pending_writes:
             pending_writes.popleft().result()
     finally:

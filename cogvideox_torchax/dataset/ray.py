@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.dataset.clip import Clip, ClipConfig, EncodeClip
-from cogvideox_torchax.dataset.directory import LatentDirectory, write_at_once
+from cogvideox_torchax.dataset.directory import LatentDirectory, write
 from cogvideox_torchax.dataset.loop import COMPUTING_ERRORS, READING_ERRORS, Step, attempt
 from cogvideox_torchax.files.extras import needing
 
@@ -23,28 +23,25 @@ class ClipActor:
     """An actor on a Ray host: it holds a model, and encodes clips one at a time."""
 
     def __init__(self, config: ClipConfig):
-        self._unit = EncodeClip(config)  # the model is loaded for the first clip
+        self._unit = EncodeClip(config)
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Encode a clip; return the outcome.
+        """Encode a clip; return the outcome, as `dealt` takes it.
 
-        The row has the "clip", the fields of a `Clip` as a JSON object, and the "path" of its output. The
-        result is a list with the `about` of each of its latent files; see `dealt`.
+        The row has the "clip", the fields of a `Clip` as a JSON object, and the "path" of its output.
         """
-        clip, path = Clip(**json.loads(row["clip"])), Path(row["path"])
-        abouts, reason = None, None
+        clip, path, reason = Clip(**json.loads(row["clip"])), Path(row["path"]), None
         reading_began = computing_began = time.perf_counter()
         if not path.exists():  # else an actor has written it, and died before it could return
             part, reason = attempt(self._unit.read, clip, READING_ERRORS)
             computing_began = time.perf_counter()
             if reason is None:
-                # `attempt` calls the function with `part`.
-                abouts, reason = attempt(
-                    lambda part: write_at_once(self._unit, part, path), part, COMPUTING_ERRORS
+                # `attempt` calls the function with `part`. Closing moves the output to `path`.
+                _, reason = attempt(
+                    lambda part: write(self._unit, part, path).close(), part, COMPUTING_ERRORS
                 )
         seconds = computing_began - reading_began, time.perf_counter() - computing_began
-        outcome = {"result": json.dumps(abouts or []), "error": reason or ""}
-        return {"id": clip.id, **outcome, "waited": seconds[0], "computed": seconds[1]}
+        return {"id": clip.id, "error": reason or "", "waited": seconds[0], "computed": seconds[1]}
 
 
 def work(
@@ -94,8 +91,8 @@ def dealt(
 
     Args:
         rows: the work, at least one row.
-        actor: a class whose objects are called with a row. They return its "id", its "result" as JSON, an
-            "error", "" for none, and the seconds that they "waited" for the input and "computed", if known.
+        actor: a class whose objects are called with a row. They return its "id", an "error", "" for none, and
+            the seconds that they "waited" for the input and "computed", if known.
         arguments: of the class.
         chips: number of chips that one actor takes if the cluster has TPUs; else it takes a CPU.
         refuse: called with the id of a row that failed and the reason.
@@ -122,8 +119,7 @@ def dealt(
         for row in results.iter_rows():
             if row["error"]:
                 refuse(row["id"], row["error"])
-            seconds = row.get("waited", 0.0), row.get("computed", 0.0)
-            yield Step(row["id"], row["error"] or None, *seconds, json.loads(row["result"]))
+            yield Step(row["id"], row["error"] or None, row.get("waited", 0.0), row.get("computed", 0.0))
 
 
 def _connected(ray: Any, address: str | None) -> Any:

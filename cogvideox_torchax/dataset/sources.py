@@ -2,12 +2,13 @@
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.dataset.clip import Clip
-from cogvideox_torchax.dataset.names import ClipError, check_ids
+from cogvideox_torchax.dataset.names import ClipError, check_id
 from cogvideox_torchax.files import reports, video
 from cogvideox_torchax.files.whole import WRITING
 
@@ -29,42 +30,30 @@ def files_below(
     Args:
         directory: where to look; its own name is not compared with `left_out`.
         is_wanted: whether a file is of the kind that is looked for.
-        say: is told in a line how many files are left out, and in one each of folders that cannot be read.
+        say: is told in a line of each folder that cannot be read.
         left_out: a regular expression: files and folders of such names are left out.
     """
-
-    def is_left_out(path: Path) -> bool:
-        return any(re.fullmatch(left_out, part) for part in path.relative_to(directory).parts)
-
-    found, seen, tops = [], set(), [directory]
-    for top in tops:  # linked folders are appended: they come after all folders that are not linked
-        for folder, folders, names in os.walk(top, onerror=lambda error: say(f"left out: {error}")):
-            if (place := os.path.realpath(folder)) in seen:
-                folders.clear()  # which `os.walk` would enter
-                continue
-            seen.add(place)
-            tops += [
-                path
-                for path in (Path(folder, name) for name in sorted(folders))
-                if path.is_symlink() and not is_left_out(path)
-            ]
-            found += [path for name in names if is_wanted(path := Path(folder, name)) or not path.exists()]
-    kept = [path for path in found if path.exists() and not is_left_out(path)]
-    if len(kept) < len(found):
-        say(
-            f"left out: {len(found) - len(kept)} files that are hidden, discarded or links to nothing, such "
-            f"as {min(set(found) - set(kept))}"
-        )
-    return kept
+    found, seen = [], set()
+    walk = os.walk(directory, onerror=lambda error: say(f"left out: {error}"), followlinks=True)
+    for folder, folders, names in walk:
+        kept = [Path(folder, name) for name in sorted((*folders, *names)) if not re.fullmatch(left_out, name)]
+        # `os.walk` enters these, by links last: so a folder has its own name rather than a link's.
+        folders[:] = [path.name for path in sorted(kept, key=Path.is_symlink) if path.name in folders]
+        if (place := os.path.realpath(folder)) in seen:
+            folders.clear()
+        else:
+            found += filter(is_wanted, kept)
+        seen.add(place)
+    return found
 
 
 def clips(path: str | Path, say: Callable[[str], None] = print) -> list[Clip]:
     """Return the clips of a directory and of the directories below it, or of a list, in a fixed order.
 
     In a directory a .txt file beside a clip, of the same name, is its caption. Linked directories are
-    followed; hidden and discarded files are left out, and counted by `say`. A .txt list has a path on each
-    line, a .jsonl list an object with `path` and optional `id`, `caption`, `frames`, `height` and `width`;
-    paths are relative to the list.
+    followed; hidden and discarded files are left out, and `say` is told of folders that cannot be read. A
+    .txt list has a path on each line, a .jsonl list an object with `path` and optional `id`, `caption`,
+    `frames`, `height` and `width`; paths are relative to the list.
 
     Raises:
         ClipError: the directory or list is missing or has no clip, a line is wrong, or an id comes twice.
@@ -76,7 +65,10 @@ def clips(path: str | Path, say: Callable[[str], None] = print) -> list[Clip]:
             f"{path} names no clips: a video ends in {', '.join(video.SUFFIXES)}; of pictures, make a video "
             "first (docs/command-line.md)"
         )
-    check_ids((clip.id for clip in all_clips), str(path))
+    for clip_id, count in Counter(clip.id for clip in all_clips).items():
+        check_id(clip_id, f"{path}: ")
+        if count > 1:
+            raise ClipError(f"{path} names {clip_id} twice: give each clip an id of its own")
     return all_clips
 
 
@@ -103,29 +95,38 @@ def _read_text(path: Path) -> str:
         ) from error
 
 
-def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a list that are not empty, with their numbers; `ClipError` for no text in UTF-8."""
+def entries(
+    path: Path, key: str, types: Mapping[str, type], owner: str, comments: tuple[str, ...] = ()
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number and the fields of each line of a list: of a .txt list its text under `key`.
+
+    `types` has the fields that `owner`, such as a clip, may have. Empty lines, and those that begin with one
+    of `comments`, are left out.
+
+    Raises:
+        ClipError: no file, no text in UTF-8, or a line with another field or type, or without the `key`.
+    """
     if not path.is_file():
         raise ClipError(f"there is no file {path}")
     # Not `splitlines`, which splits at characters such as U+2028, too, and JSON allows these in a text.
-    for number, line in enumerate(_read_text(path).split("\n"), 1):
-        if line.strip():
-            yield number, line.strip()
+    for number, line in enumerate(map(str.strip, _read_text(path).split("\n")), 1):
+        if line and not line.startswith(comments):
+            try:
+                yield number, _fields_of(line, path, key, types, owner)
+            except ClipError as error:
+                raise ClipError(f"{path}, line {number}: {error}") from error
 
 
-def fields_of(line: str, path: Path, key: str, types: Mapping[str, type], owner: str) -> dict[str, Any]:
-    """Return the fields of a list's line: its text under `key` in a .txt list, an object's in a .jsonl list.
-
-    `types` has the fields that `owner`, such as a clip, may have. `ClipError` for another field or type, or
-    without the `key`.
-    """
+def _fields_of(line: str, path: Path, key: str, types: Mapping[str, type], owner: str) -> dict[str, Any]:
     try:
         in_text = path.suffix.lower() == ".txt"
         fields: dict[str, Any] = {key: line} if in_text else dict(reports.parse(line))
         fields = {name: value for name, value in fields.items() if value is not None}  # null is absent
         fields[key]  # for its error
+        # Half a surrogate pair, which UTF-8 cannot hold, raises. A path may have other bytes than UTF-8's.
+        "".join(str(value) for name, value in fields.items() if name != "path").encode()
     except (KeyError, TypeError, ValueError) as error:
-        raise ClipError(f"an object with a {key} is wanted, got {line[:80]}") from error
+        raise ClipError(f"an object with a {key}, in UTF-8, is wanted, got {line[:80]}") from error
     for name, value in fields.items():
         if name not in types:
             raise ClipError(f"got {name}, which no {owner} has: it may have {', '.join(types)}")
@@ -137,30 +138,14 @@ def fields_of(line: str, path: Path, key: str, types: Mapping[str, type], owner:
         if not is_wanted or (wanted_type is int and value < lowest):
             names = {int: f"a whole number above {lowest - 1}", float: "a number", str: "a text"}
             raise ClipError(f"{name} is {value!r}, {names[wanted_type]} is wanted")
-        # A path is not checked here: `names.check_file` refuses its clip alone, and not the whole list.
-        checked_text = "" if name == "path" else str(value)
-        try:
-            checked_text.encode()  # raises for a text that UTF-8 cannot hold
-        except UnicodeEncodeError as error:
-            raise ClipError(f"{name} is {value!r}, which UTF-8 cannot hold ({error.reason})") from error
     return fields
 
 
 def _listed_clips(path: Path) -> Iterator[Clip]:
-    for number, line in lines(path):
-        try:
-            fields = fields_of(line, path, "path", FIELDS, "clip")
-        except ClipError as error:
-            raise ClipError(f"{path}, line {number}: {error}") from error
-        file = path.parent / fields.pop("path")  # all other fields are arguments of `Clip`
-        yield Clip(fields.pop("id", _relative_name(file, path.parent)), file, **fields)
-
-
-def _relative_name(file: Path, directory: Path) -> str:
-    """Return a file's path below a directory, or its bare name if it lies elsewhere."""
-    # A path such as DIRECTORY/../clip.mp4 begins with the directory, but is not below it.
-    below = file.relative_to(directory) if file.is_relative_to(directory) else Path(file.name)
-    return file.name if ".." in below.parts else below.as_posix()
+    for _, fields in entries(path, "path", FIELDS, "clip"):
+        file = Path(fields.pop("path"))  # all other fields are arguments of `Clip`
+        is_below = not file.is_absolute() and ".." not in file.parts
+        yield Clip(fields.pop("id", file.as_posix() if is_below else file.name), path.parent / file, **fields)
 
 
 def latent_files(directory: Path, say: Callable[[str], None] = print) -> list[Path]:
@@ -171,11 +156,11 @@ def latent_files(directory: Path, say: Callable[[str], None] = print) -> list[Pa
     """
 
     def is_wanted(path: Path) -> bool:
-        is_whole = not any(part.endswith(WRITING) for part in path.relative_to(directory).parts)
-        return path.suffix == ".safetensors" and is_whole and path.is_file()
+        return path.suffix == ".safetensors" and path.is_file()
 
-    # No more than `DISCARDED`: an id, and so the path of its latents, may begin with a dot.
-    files = files_below(directory, is_wanted, say, DISCARDED) if directory.is_dir() else []
+    # No more than these: an id, and so the path of its latents, may begin with a dot.
+    left_out = rf"{DISCARDED}|.*{re.escape(WRITING)}"
+    files = files_below(directory, is_wanted, say, left_out) if directory.is_dir() else []
     if not files:
         raise ClipError(f"{directory} holds no latent files (.safetensors): encode videos first")
     return sorted(files)

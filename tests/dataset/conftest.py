@@ -10,8 +10,7 @@ from cogvideox_torchax import cli
 from cogvideox_torchax.dataset import Clip, ClipConfig, EncodeClip
 from cogvideox_torchax.files import kinds
 from tests import reference
-from tests.files.test_video import moving_frames, write
-from tests.fixtures import torchax_disabled
+from tests.videos import moving_frames, write
 
 GOOD = ["a.mp4", "b.mp4", "sub/c.mp4", "sub/d.mp4", "z.mp4"]
 BAD = ["no_video.mp4", "sub/truncated.mp4"]
@@ -79,6 +78,8 @@ def other_weights(tmp_path_factory):
 @pytest.fixture(scope="session")
 def encoded(small, tmp_path_factory):
     """Return a directory with one of latents, "latents", and one of its shards in each format, by name."""
+    from tests.fixtures import torchax_disabled  # not before pytest has loaded these as a plugin
+
     root = tmp_path_factory.mktemp("encoded")
     with torchax_disabled():
         assert encode(small, root / "latents") == 1

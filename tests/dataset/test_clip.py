@@ -2,11 +2,9 @@
 
 import hashlib
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from time import sleep
 from unittest.mock import DEFAULT, Mock
 
 import av
@@ -19,7 +17,7 @@ from cogvideox_torchax.files import video
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
 from tests import reference
 from tests.dataset.conftest import write_clip
-from tests.files.test_video import encode, moving_frames, read_all
+from tests.videos import encode, moving_frames, read_all
 
 
 def clip_of(small, name="a.mp4", **options):
@@ -43,7 +41,7 @@ def test_bytes_of_a_file_are_the_file_and_what_is_about_it_says_where_it_comes_f
     about = {
         **{"source_sha256": hashlib.sha256(data).hexdigest(), "height": 16, "width": 24, "tiles": None},
         **{"source_frames": 9, "source_fps": "10", "variable_frame_rate": False, "dropped_frames": 0},
-        **{"repeated_frames": 0, "enlarged": 1.0, "first_frame": 0},
+        **{"repeated_frames": 0, "source_height": 16, "source_width": 24, "first_frame": 0},
     }
     assert small.wanted["a.mp4"].about == small.wanted["a.mp4"].about | about
     assert given.about == small.wanted["a.mp4"].about | {"caption": "A ball."}
@@ -167,14 +165,6 @@ def test_at_its_own_rate_a_video_keeps_its_frames_and_at_half_of_it_every_second
         assert [number for number, _ in info.frames(Fraction(fps) / 2)] == list(range(0, count, 2))
 
 
-def test_the_enlargement_is_of_the_picture_as_it_is_shown_and_before_it_is_cropped():
-    info = video.Video(Path("a.mp4"), 24, 48, pixel=Fraction(2))  # shown 96 wide
-    assert video.cover(info, 48, 48).enlargement(info) == 2
-    assert video.cover(info, 24, 24).enlargement(info) == 1
-    assert video.Framing(24, 144).enlargement(info) == 1.5
-    assert video.Framing(16, 24, crop=True).enlargement(info) == 1
-
-
 def test_a_clip_is_decoded_once_and_a_long_one_again_while_it_is_encoded_and_gives_the_same(
     small, monkeypatch
 ):
@@ -227,29 +217,3 @@ def test_on_jax_mean_and_sample_are_those_of_pytorch(small):
     for name, tensor in wanted.tensors.items():
         assert relative_error(found.tensors[name], tensor) < FLOAT32_RELATIVE
     assert found.about == wanted.about
-
-
-def test_two_threads_load_a_model_once(small, monkeypatch):
-    loads, real = [], ClipConfig.load
-    monkeypatch.setattr(
-        ClipConfig, "load", lambda config: (loads.append(config), sleep(0.2), real(config))[2]
-    )
-    unit = EncodeClip(small.config)
-    with ThreadPoolExecutor(2) as threads:
-        one, other = threads.map(lambda _: unit.vae, range(2))
-    assert one is other
-    assert len(loads) == 1
-
-
-def test_a_file_that_changes_while_it_is_read_is_an_error(small, tmp_path, monkeypatch):
-    path = write_clip(tmp_path / "growing.mp4")
-    real = video.framed
-
-    def and_grows(*args):
-        with path.open("ab") as file:
-            file.write(b"more")
-        return real(*args)
-
-    monkeypatch.setattr(video, "framed", and_grows)
-    with pytest.raises(ClipError, match="was changed while it was read"):
-        small.unit(Clip("growing", path))

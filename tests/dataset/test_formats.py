@@ -144,12 +144,7 @@ BROKEN = {
     "JSON that is a list": id_of(b"[]"),
     "JSON nested too deep": id_of(DEEP.encode()),
     "JSON that is none": id_of(b"{"),
-    "half an emoji in its id": id_of("\ud83d"),
     "an id that is a number": id_of(3),
-    "an id below another's video": id_of("b.mp4/c"),
-    "an id below the list of videos": id_of("videos.json/c"),
-    "an id longer than any path": id_of("/".join(["x" * 200] * 21)),
-    "an id of very many parts": id_of("x/" * 1500 + "x"),
 }
 
 
@@ -164,7 +159,7 @@ def test_broken_latents_are_named_and_the_others_are_decoded(encoded, tmp_path, 
     for _ in range(2):
         assert cli.main(["decode", str(tmp_path / "in"), "-o", str(out), *OPTIONS]) == 1
         said = capsys.readouterr().err
-        assert "bad clips left out: 1 (" in said
+        assert "bad clips left out: 1;" in said
         assert "Traceback" not in said
     assert {path.relative_to(out).as_posix() for path in out.rglob("*.mp4")} == {*GOOD} - {"a.mp4"}
 
@@ -200,16 +195,12 @@ def test_a_list_is_encoded_or_refused(small, holds):
     holds(check, strategies.lists(texts(good) | texts({"path": "a.mp4"}), min_size=1, max_size=3))
 
 
-@pytest.mark.parametrize("name", ["videos.json", "failed-videos.jsonl"])
-def test_a_state_is_taken_or_refused(holds, encoded, name):
-    documents = {
-        "videos.json": {"format": VideoDirectory.FORMAT, "settings": {"fps": None}},
-        "failed-videos.jsonl": {"id": "a", "error": "e"},
-    }
+def test_a_state_is_taken_or_refused(holds, encoded):
+    document = {"format": VideoDirectory.FORMAT, "settings": {"fps": None}}
     path = encoded / "latents/a.mp4.safetensors"
 
-    def check(directory, found):
-        (directory / name).write_bytes(b"\n".join([*found, b""]) if name.endswith("l") else found[0])
+    def check(directory, text):
+        (directory / "videos.json").write_bytes(text)
         VideoDirectory(directory, [path]).save_or_check_settings({})
 
-    holds(check, strategies.lists(texts(documents[name]), min_size=1, max_size=3))
+    holds(check, texts(document))
