@@ -5,16 +5,14 @@ import contextlib
 import errno
 import importlib
 import os
-import signal
 import sys
-import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from cogvideox_torchax import __version__, runtime
 from cogvideox_torchax.cli import commands
 from cogvideox_torchax.cli.commands import COMMANDS
-from cogvideox_torchax.cli.options import USER_ERROR, Parser, did_you_mean
+from cogvideox_torchax.cli.options import USER_ERROR, Parser
 from cogvideox_torchax.runtime.quiet import quiet_libraries
 
 FAILURE = 1
@@ -34,32 +32,18 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-def parsed(words: Sequence[str]) -> argparse.Namespace:
-    """Return the options of a command line; exit if it is wrong, and with the help if it is empty."""
-    root, words = parser(), words or ["--help"]
-    if not words[0].startswith("-") and words[0] not in COMMANDS:
-        root.error(f"there is no command {words[0]}{did_you_mean(words[0], COMMANDS)}")
-    args, unknown = root.parse_known_args(words)
-    if unknown:
-        flags = (flag for option in COMMANDS[args.command].options for flag in option.flags)
-        near = did_you_mean(unknown[0].partition("=")[0], flags)
-        root.error(f"{args.command} does not take {' '.join(unknown)}{near}")
-    return args
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return 0 for success, 2 for wrong input, 1 for a failed run, 130 for Ctrl-C.
 
     `argv` is the command line without the program's name; None for the process's own.
     """
-    args = parsed(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args((sys.argv[1:] if argv is None else argv) or ["--help"])
     try:
         commands.check(args)
     except (ValueError, OSError) as error:
         return _report_error(error, args)
     try:
-        with _ended_by_ctrl_c():  # torch is imported in this block
-            run = importlib.import_module(f"{__name__}.{args.command}").run
+        run = importlib.import_module(f"{__name__}.{args.command}").run  # imports torch
         quiet_libraries(bars=not args.quiet)  # hides other packages' warnings; `bars` keeps progress bars
         # `profiling` imports JAX, without which `doctor` works.
         with contextlib.nullcontext() if args.profile is None else runtime.profiling(args.profile):
@@ -71,25 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         exit_at_once(code)
     return code
-
-
-@contextlib.contextmanager
-def _ended_by_ctrl_c() -> Iterator[None]:
-    """Have Ctrl-C end the process at once, while the `with` block imports packages."""
-    # A `KeyboardInterrupt` in the import of a C++ module may abort the process with a dump.
-    previous_handler = signal.getsignal(signal.SIGINT)
-    # Another handler than Python's default stays. Python sets handlers only in the main thread.
-    is_replaced = (
-        previous_handler is signal.default_int_handler
-        and threading.current_thread() is threading.main_thread()
-    )
-    if is_replaced:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
-    try:
-        yield
-    finally:
-        if is_replaced:
-            signal.signal(signal.SIGINT, previous_handler)
 
 
 def _report_error(error: BaseException, args: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ DEMO_FRAMES = 25
 """Default number of the demo's frames."""
 SEEDS = 1000
 """Seeds that belong to a line of prompts; also the most videos of one prompt."""
-FOR_MANY = ("keep", "buckets", "windows", "min_size", "ray", "actors", "workers", "retry_failed")
+FOR_MANY = ("keep", "buckets", "windows", "min_size", "ray", "actors", "workers")
 """Options that a single clip has no use for."""
 
 
@@ -107,9 +107,8 @@ def check_generate(args: argparse.Namespace) -> None:
     faults.refuse(
         (not (args.prompt or args.prompts), "a prompt is needed: give --prompt"),
         (
-            (args.num_videos_per_prompt or args.retry_failed or args.ray is not None) and not args.prompts,
-            "--num-videos-per-prompt, --retry-failed and --ray are for many: leave them out, or give "
-            "--prompts",
+            (args.num_videos_per_prompt or args.ray is not None) and not args.prompts,
+            "--num-videos-per-prompt and --ray are for many: leave them out, or give --prompts",
         ),
         *ray_faults(args),
         (
@@ -354,7 +353,6 @@ COMMANDS = {
                 metavar="COUNT",
                 help="by as many seeds (default: 1)",
             ),
-            _many("--retry-failed", action="store_true", help="try prompts again that were bad before"),
             _many(
                 "--distributed",
                 action="store_true",
@@ -427,7 +425,7 @@ COMMANDS = {
             Option(
                 "--backends",
                 nargs="+",
-                choices=backends.names("verify"),
+                choices=backends.NAMES,
                 default=["torch", "torchax"],
                 help="to compare (default: torch torchax)",
             ),
@@ -439,7 +437,7 @@ COMMANDS = {
                 help="of each (default: float32)",
             ),
             *options.clip_options(),
-            options.output("write verify.json, verify.md and verify.png there", metavar="DIR"),
+            options.output("write verify.json and verify.md there", metavar="DIR"),
             options.JSON,
             Option("--quiet", action="store_true", help="do not say what is being run"),
             options.PROFILE,

@@ -5,7 +5,6 @@ A *unit*, an `EncodeClip` or a `DecodeClip`, holds a model and its settings.
 
 import argparse
 import functools
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
@@ -16,7 +15,7 @@ import torch
 from tqdm.auto import tqdm
 
 from cogvideox_torchax import backends, runtime
-from cogvideox_torchax.cli.options import DTYPES, SPATIAL_SCALE
+from cogvideox_torchax.cli.options import SPATIAL_SCALE
 from cogvideox_torchax.dataset import clip
 from cogvideox_torchax.dataset.clip import (
     MEAN,
@@ -36,10 +35,6 @@ DEMO_MODEL = TINY_PIPELINE / "vae"
 TINY_PROMPT = "a red circle moves to the left on a blue background"
 TINY_SAMPLING = {"num_inference_steps": 20, "guidance_scale": 1.5}
 """How the bundled pipeline samples unless options say otherwise; much more guidance makes spots."""
-TINY_WORDS = frozenset(
-    ["circle", "square", "triangle", "red", "orange", "yellow", "green", "blue", "gray", "white", "black"]
-)
-"""The shapes and the colors of the prompts that the bundled pipeline was trained on."""
 LENGTHS_THAT_STAY = "the model returns as many as it took only for 8 k or 8 k + 1 of them"
 """The end of a message about a number of frames that encoding and decoding change."""
 
@@ -58,40 +53,15 @@ def take_bundled_pipeline(args: argparse.Namespace) -> None:
     """Set `args.model` to the bundled pipeline, and how it samples where no option says, if none is given."""
     if args.model is None:
         args.model = str(TINY_PIPELINE)
-        say(f"no --model is given: taking the small bundled pipeline {args.model} (docs/tiny-pipeline.md)")
+        say(
+            f"no --model is given: taking the small bundled pipeline {args.model}, which knows prompts such "
+            f"as: {TINY_PROMPT} (docs/tiny-pipeline.md has all words)"
+        )
         vars(args).update({k: v for k, v in TINY_SAMPLING.items() if getattr(args, k) is None})
 
 
-def unknown_words(model: str | Path, prompt: str) -> str:
-    """Return the words of a prompt that the bundled pipeline does not know; "" for another model."""
-    if Path(model).expanduser().resolve() != TINY_PIPELINE.resolve():
-        return ""
-    # Its tokenizer was made with a piece for each word of the prompts that it was trained on.
-    pieces = reports.parse((TINY_PIPELINE / "tokenizer" / "tokenizer.json").read_bytes())["model"]["vocab"]
-    words, known = re.findall(r"\w+", prompt), {piece for piece, _ in pieces}
-    is_scene = len(TINY_WORDS & {*words}) == 3  # a color, a shape and the background's color
-    unknown = ", ".join(word for word in words if f"\u2581{word}" not in known)
-    return unknown or ("" if is_scene else "such a scene")
-
-
-def hint_at_words(model: str | Path, *prompts: str) -> None:
-    """Print a line if the bundled pipeline is the model, and prompts have words that it does not know."""
-    unknown = {unknown_words(model, prompt): None for prompt in prompts}
-    if shown := [*filter(None, unknown)][:5]:
-        say(
-            f"the bundled pipeline does not know {', '.join(shown)}: its video will show something else; it "
-            f"knows prompts such as: {TINY_PROMPT} (docs/tiny-pipeline.md has all words)"
-        )
-
-
-def parse_dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise ValueError(f"unknown dtype {name!r}: one of {', '.join(DTYPES)}")
-    return getattr(torch, name)
-
-
 def load_vae(model: str, backend: str, dtype: str, mesh: Any = None) -> Any:
-    return backends.backend(backend).load(model, parse_dtype(dtype), mesh).vae
+    return backends.backend(backend).load(model, getattr(torch, dtype), mesh).vae
 
 
 def device_name(backend: str) -> str:
@@ -143,11 +113,11 @@ def encoder_of(args: argparse.Namespace, vae: Any, **options: Any) -> EncodeClip
     return unit_of(EncodeClip, args, vae, keep=keep, seed=args.seed or 0, **options)
 
 
-def decode_to(sink: video.Sink, vae: Any, latents: Latents, args: argparse.Namespace) -> int:
-    """Decode latents and write each chunk's frames into a sink; return the number of frames."""
+def decode_to(write: video.Write, vae: Any, latents: Latents, args: argparse.Namespace) -> int:
+    """Decode latents and write each chunk's frames; return the number of frames."""
     # `args` may have no model and no dtype: the latents name their model, and the loaded VAE has the dtype.
     unit = unit_of(DecodeClip, args, vae, model=latents.model, dtype=runtime.dtype_name(vae.dtype))
-    return video.write_all(sink, unit.stream(latents))
+    return sum(map(write, unit.stream(latents)))
 
 
 # Messages and reports

@@ -16,10 +16,10 @@ def run(args: argparse.Namespace) -> int:
     with devices.process_group(args) as group:
         loaded_latents = latents.load(args.latents)
         fps = args.fps or loaded_latents.fps
-        with group.writing(args.output, fps) as sink:  # an error in the output comes before the model's work
+        with group.writing(args.output, fps) as write:  # an error in the output comes before the model's work
             vae = common.load_vae(args.model or loaded_latents.model, args.backend, args.dtype, group.mesh)
             clock = common.announcing_clock(args)
-            written = common.decode_to(sink, vae, loaded_latents, args)
+            written = common.decode_to(write, vae, loaded_latents, args)
     if group.is_first:
         common.print_results(args, clock, {"frames": written, "fps": float(fps)})
     return 0

@@ -42,19 +42,15 @@ def run(args: argparse.Namespace) -> None:
     whole.check_output(output / "demo.mp4")  # an error now, not after the models have run
     source = torch.stack(list(clip.stream()), dim=2)  # uint8 (1, 3, T, H, W)
 
-    made, sheet = _from_prompt(args, output) if args.prompt else ({}, [])
+    made = _from_prompt(args, output) if args.prompt else {}
     common.take_bundled_model(args)  # sets `args.model` if no --model is given
     torch_vae = common.load_vae(args.model, "torch", args.dtype)  # the one to compare with
     vae = torch_vae if args.backend == "torch" else common.load_vae(args.model, args.backend, args.dtype)
-    # The backend encodes and decodes twice: first to compile the programs, then to be timed. The last
-    # argument of `_run` is the title of its progress bar.
-    clock = CompileClock()
-    _run(DECODE, vae, _run(ENCODE, vae, source, args, "compile"), args, "compile")
-    compile_seconds = clock.seconds  # of tracing and compiling, without running
+    # The last argument of `_run` is the title of its progress bar.
     clock = CompileClock()
     latents = _run(ENCODE, vae, source, args, args.backend)
     frames = _run(DECODE, vae, latents, args, args.backend)
-    run_seconds = clock.elapsed  # wall time
+    compile_seconds, run_seconds = clock.seconds, clock.elapsed - clock.seconds
     # Both models decode the same latents: a difference that encoding made is not counted again in the frames.
     torch_latents = _run(ENCODE, torch_vae, source, args, "PyTorch")
     torch_frames = _run(DECODE, torch_vae, latents, args, "PyTorch")
@@ -62,10 +58,10 @@ def run(args: argparse.Namespace) -> None:
     # The reconstruction may be shorter or longer than the source: frames that both have are compared.
     count = min(source.shape[2], frames.shape[2])
     compared, result = source[:, :, :count], pixels.to_uint8(frames)[:, :, :count]
-    with video.writing(output / "demo.mp4", clip.info.fps) as sink:
-        sink.write(torch.cat([compared, result], dim=4))  # side by side, along the width
+    with video.writing(output / "demo.mp4", clip.info.fps) as write:
+        write(torch.cat([compared, result], dim=4))  # side by side, along the width
     with whole.whole_file(output / "demo.png") as temporary:
-        sheets.stacked([*sheet, sheets.contact_sheet(compared, result)]).save(temporary, "PNG")
+        sheets.contact_sheet(compared, result).save(temporary, "PNG")
     latent_files.save(
         latent_files.Latents(latents, dict(vae.config), args.model, clip.info.fps, clip.num_frames),
         output / "demo.safetensors",
@@ -93,10 +89,10 @@ def run(args: argparse.Namespace) -> None:
     reports.print_report(report, args.json)
 
 
-def _from_prompt(args: argparse.Namespace, output: Path) -> tuple[dict[str, Any], list[Any]]:
-    """Make the prompt's video by the ported pipeline and by PyTorch, from the same noise; write `demo.gif`.
+def _from_prompt(args: argparse.Namespace, output: Path) -> dict[str, Any]:
+    """Make the prompt's video by the ported pipeline and by PyTorch, from the same noise.
 
-    Return lines of the report, and in a list the sheet of both videos' frames.
+    Write `demo.gif`, which has both and their difference; return lines of the report.
     """
     with extras.needing("text", "a prompt's video needs transformers and accelerate"):
         import accelerate  # noqa: F401
@@ -105,9 +101,7 @@ def _from_prompt(args: argparse.Namespace, output: Path) -> tuple[dict[str, Any]
 
     from cogvideox_torchax.pipelines.port import port_pipeline
 
-    common.hint_at_words(common.TINY_PIPELINE, args.prompt)
-    dtype = common.parse_dtype(args.dtype)
-    pipe = CogVideoXPipeline.from_pretrained(common.TINY_PIPELINE, dtype=dtype)
+    pipe = CogVideoXPipeline.from_pretrained(common.TINY_PIPELINE, dtype=getattr(torch, args.dtype))
     length, clock, videos = pipe.transformer.config.max_text_seq_length, CompileClock(), []  # of [0, 1]
     for name in ("PyTorch", "torchax"):
         if name == "torchax":
@@ -119,15 +113,14 @@ def _from_prompt(args: argparse.Namespace, output: Path) -> tuple[dict[str, Any]
         )
         videos.append(runtime.to_torch(result.frames).float().permute(0, 2, 1, 3, 4))  # (1, C, T, H, W)
     reference, made = (pixels.to_uint8(video * 2 - 1) for video in videos)
-    with video.writing(output / "demo.gif", 8) as sink:
-        sink.write(torch.cat([made, reference, sheets.amplified_difference(made, reference)], dim=4))
-    report = {
+    with video.writing(output / "demo.gif", 8) as write:
+        write(torch.cat([made, reference, sheets.amplified_difference(made, reference)], dim=4))
+    return {
         "prompt": args.prompt,
         "prompt_s": clock.elapsed,
         "prompt_compile_s": clock.seconds,
         "largest_difference_to_PyTorch_video": tolerances.relative_error(*reversed(videos)),
     }
-    return report, [sheets.contact_sheet(made, reference, names=("this project", "PyTorch"))]
 
 
 def demo_clip() -> Path:

@@ -34,9 +34,9 @@ class ProcessGroup:
     mesh: Any = None
     is_first: bool = True
 
-    def writing(self, path: str, fps: Fraction | float) -> contextlib.AbstractContextManager[video.Sink]:
-        """Return the sink of `video.writing` in the first process, and in others a sink that drops frames."""
-        return video.writing(path, fps) if self.is_first else contextlib.nullcontext(video.Sink())
+    def writing(self, path: str, fps: Fraction | float) -> contextlib.AbstractContextManager[video.Write]:
+        """Return what `video.writing` does in the first process; in others frames are dropped."""
+        return video.writing(path, fps) if self.is_first else contextlib.nullcontext(lambda x: x.shape[2])
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import argparse
 import platform
+from collections.abc import Sequence
 from typing import Any
 
 from cogvideox_torchax import runtime
@@ -15,7 +16,7 @@ OPTIONAL = {
     "transformers": ("text", "text encoders of whole pipelines"),
     "sentencepiece": ("text", "the T5 tokenizer"),
     "peft": ("text", "LoRAs"),
-    "matplotlib": ("plots", "pictures of `verify` and of measurements"),
+    "matplotlib": ("plots", "pictures of measurements"),
     "pyarrow": ("data", "data sets in Parquet"),
     "webdataset": ("data", "data sets in tars of WebDataset"),
     "ray": ("ray", "encoding data sets on Ray"),
@@ -47,7 +48,16 @@ def run(args: argparse.Namespace) -> int:
         report["torchax works"] = "no"
         reason = " ".join(str(error).split())[:600]  # on one line, cut where it is long
         advice.insert(0, f"{reason}; what is tested comes by: {INSTALL} .")
-    report |= {"devices": _devices(), "compile cache": _compile_cache()}
+    try:
+        import jax
+
+        runtime.configure_compile_cache()
+        cache = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+        report["compile cache"] = cache or "off"
+        report["devices"] = _devices(jax.devices())
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        report["devices"] = f"none ({reason}); on a machine without a TPU set JAX_PLATFORMS=cpu"
     if report["devices"].startswith(("tpu", "gpu")):
         advice.append("measure this device: python -m benchmarks device -o out/device, in a checkout")
     reports.print_report(report | ({"advice": advice} if args.json else {}), args.json)
@@ -56,20 +66,5 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report["torchax works"] == "yes" else 1
 
 
-def _devices() -> str:
-    try:
-        import jax
-
-        return ", ".join(f"{device.platform}:{device.id} ({device.device_kind})" for device in jax.devices())
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        return f"none ({reason}); on a machine without a TPU set JAX_PLATFORMS=cpu"
-
-
-def _compile_cache() -> str:
-    try:
-        import jax
-    except Exception:
-        return "none, as JAX does not import"
-    runtime.configure_compile_cache()
-    return jax.config.jax_compilation_cache_dir or "off"  # pyright: ignore[reportAttributeAccessIssue]
+def _devices(devices: Sequence[Any]) -> str:
+    return ", ".join(f"{device.platform}:{device.id} ({device.device_kind})" for device in devices)

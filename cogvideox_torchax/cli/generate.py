@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.cli import common, devices, prompts
-from cogvideox_torchax.cli.generation import FORMAT, Generator, Stage, Video, check, request_of
+from cogvideox_torchax.cli.generation import FORMAT, SUFFIXES, Generator, Stage, Video, check, request_of
 from cogvideox_torchax.files import reports, video, whole
 from cogvideox_torchax.pipelines import description
 
@@ -34,10 +34,9 @@ def _run_one(args: argparse.Namespace, generate: Generator) -> None:
     # Beside the options, which processes compare: all of them have to go on from the same stage.
     args.begun = wanted.made()
     if args.begun < until:
-        common.hint_at_words(args.model, wanted.request.prompt)
         video.check_writing(args.output, args.fps)
-        for file in wanted.beside:
-            whole.check_file(file)
+        for stage in SUFFIXES:
+            whole.check_file(wanted.file(stage))
     with (
         devices.process_group(args) as group,
         whole.locked(f"{wanted.path}.run", wanted.path) if group.is_first else contextlib.nullcontext(),
@@ -53,7 +52,6 @@ def _run_one(args: argparse.Namespace, generate: Generator) -> None:
     if args.begun >= until:
         common.say(f"{report['output']} is there, made by the same request: delete it for another")
     if reached == Stage.VIDEO:
-        wanted.tidy()
         asked, made = wanted.request.frames, reports.load(wanted.file(reached), FORMAT)["frames"]
         report |= {"frames": made, "fps": float(args.fps)}
         if made != asked:

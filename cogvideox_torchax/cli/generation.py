@@ -6,7 +6,6 @@ its text, its latents and the video itself. A run goes on from the last one that
 
 import argparse
 import contextlib
-import difflib
 import enum
 import functools
 import hashlib
@@ -43,8 +42,6 @@ from cogvideox_torchax.versions import TESTED, versions
 
 FORMAT, KEY = "cogvideox-torchax-video/1", "request"
 """The format of a record, and the key, there and in the metadata of a stage's file, of what it depends on."""
-NO_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufeff]")
-"""Characters that no text has: of control, and the mark of a file's beginning, where files were joined."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,13 +94,6 @@ def check(request: Request, model: Model) -> None:
     steps, scale, strength = request.num_inference_steps, request.guidance_scale, request.strength
     faults.refuse(
         (not request.prompt.strip(), "got an empty prompt: say what to show"),
-        *(
-            (
-                NO_TEXT.search(text),
-                f"got a {name} with control characters: {text!r:.80}; save it in UTF-8",
-            )
-            for name, text in texts.items()
-        ),
         (steps < 1, f"got --num-inference-steps {steps}: at least 1"),
         (not math.isfinite(scale), f"got --guidance-scale {scale}: give a number such as 6"),
         (
@@ -114,7 +104,10 @@ def check(request: Request, model: Model) -> None:
         error=RequestError,
     )
     for name, text in texts.items():
-        _check_length(name, text, model)
+        count = len(_tokenizer(model.directory / "tokenizer")(text).input_ids)
+        limit = model.transformer["max_text_seq_length"]
+        if count > limit:  # the pipelines would cut it
+            raise RequestError(f"got a {name} of {count} tokens: {model.name} takes {limit}; shorten it")
     if steps_of(request, model) < 1:
         raise RequestError(
             f"got --strength {strength} with --num-inference-steps {steps}: no step is left of {steps} x "
@@ -139,16 +132,6 @@ def steps_of(request: Request, model: Model) -> int:
     )
 
 
-def _check_length(name: str, text: str, model: Model) -> None:
-    """Raise `RequestError` if a prompt has more tokens than the model takes: the pipelines would cut it."""
-    count = len(_tokenizer(model.directory / "tokenizer")(text).input_ids)
-    limit = model.transformer["max_text_seq_length"]
-    if count > limit:
-        unknown = common.unknown_words(model.name, text)
-        advice = f"it does not know {unknown}" if unknown else "shorten it"
-        raise RequestError(f"got a {name} of {count} tokens: {model.name} takes {limit}; {advice}")
-
-
 @functools.lru_cache(1)  # many prompts are checked by one
 def _tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
@@ -170,8 +153,7 @@ def scheduler_of(name: str, model: Model) -> Any:
     """Return a scheduler of diffusers' class `name`, made of the config of the model's own scheduler.
 
     Raises:
-        RequestError: diffusers has no class of that name that is a scheduler for CogVideoX; the message has
-            the names of the nearest ones.
+        RequestError: diffusers has no class of that name that is a scheduler for CogVideoX.
     """
     import diffusers
 
@@ -181,8 +163,8 @@ def scheduler_of(name: str, model: Model) -> Any:
     names = {"CogVideoXDDIMScheduler", "CogVideoXDPMScheduler", *compatible}
     if name not in names:
         raise RequestError(
-            f"got --scheduler {name}: diffusers has no such scheduler for CogVideoX; the nearest names are "
-            f"{', '.join(difflib.get_close_matches(name, names, cutoff=0))}"
+            f"got --scheduler {name}: diffusers has no such scheduler for CogVideoX; it has "
+            f"{', '.join(sorted(names))}"
         )
     with _loading(f"the scheduler {name}"):
         return getattr(diffusers, name).from_config(own.config)
@@ -280,18 +262,6 @@ class Video:
             fitting = [stage for stage in fitting if stage != Stage.VIDEO]
         return max(fitting, default=Stage.NOTHING)
 
-    @property
-    def beside(self) -> list[Path]:
-        """The files that are written beside the video: its stages, and its record."""
-        return [self.file(stage) for stage in SUFFIXES]
-
-    def tidy(self) -> None:
-        """Remove the latents of a video that is complete, unless `--until latents` has made them."""
-        file = self.file(Stage.LATENTS)
-        whole.remove_leftover(file)
-        if file.exists() and tensors.metadata(file, ValueError).get("until") != "latents":
-            file.unlink()
-
 
 def _request_in(file: Path) -> Any:
     """Return what a record or the file of a stage depends on."""
@@ -373,7 +343,7 @@ class Generator:
                 mesh=group.mesh,
                 weights=args.weights,
                 offload=args.offload,
-                dtype=common.parse_dtype(dtype),
+                dtype=getattr(torch, dtype),
                 **parts,
             )
         if self.until == Stage.TEXT:
@@ -411,20 +381,13 @@ class Generator:
             self._save(wanted, Stage.LATENTS, latents.tensors, latents.metadata())
         if self.until == Stage.LATENTS:
             return
-        try:
-            self._decode(wanted, latents, began)
-        except BaseException:
-            common.say(f"{wanted.file(Stage.LATENTS)} has the latents: the same command goes on from there")
-            raise
-        if self._group.is_first:
-            wanted.tidy()
+        self._decode(wanted, latents, began)
 
     def _save(
         self, wanted: Video, stage: Stage, content: dict[str, torch.Tensor], metadata: dict[str, str]
     ) -> None:
         if self._group.is_first:
-            metadata |= {KEY: json.dumps(wanted.depends_on(stage)), "until": self._args.until}
-            tensors.save(content, wanted.file(stage), metadata)
+            tensors.save(content, wanted.file(stage), metadata | {KEY: json.dumps(wanted.depends_on(stage))})
 
     def _encode(self, wanted: Video) -> dict[str, torch.Tensor]:
         """Return the embeddings (1, tokens, channels) of the prompts by the pipeline's argument names.
@@ -480,8 +443,8 @@ class Generator:
     def _decode(self, wanted: Video, latents: latent_files.Latents, began: float) -> None:
         """Write a video and its record."""
         group, fps = self._group, self._args.fps
-        with group.writing(str(wanted.path), fps) as sink:
-            frames = common.decode_to(sink, self._vae, latents, self._args)
+        with group.writing(str(wanted.path), fps) as write:
+            frames = common.decode_to(write, self._vae, latents, self._args)
             if not group.is_first:
                 return
             # The record comes before its video, which a killed run may leave out. An earlier request's video

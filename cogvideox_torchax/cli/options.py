@@ -1,10 +1,9 @@
 """Commands as tables of options, and the options that several commands take; they need no torch."""
 
 import argparse
-import difflib
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -47,11 +46,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(USER_ERROR, f"{self.prog}: {message}\n")
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the end of an error about an unknown word; "" if none of the known words is near."""
-    return "".join(f": did you mean {near}?" for near in difflib.get_close_matches(word, known, 1, 0.75))
 
 
 @dataclass(frozen=True)
@@ -152,10 +146,11 @@ def tiles(text: str) -> str:
 def model_options(default: str = "the small bundled model") -> tuple[Option, ...]:
     """Return the options of a command that runs a model; `default` is help's name of the default model."""
     model = f"a CogVideoX VAE or a whole pipeline, as a directory or a hub id (default: {default})"
-    names = backends.names("run")
     return (
         Option("--model", group="model", metavar="DIR_OR_ID", help=model),
-        Option("--backend", group="model", choices=names, default="torchax", help="default: torchax"),
+        Option(
+            "--backend", group="model", choices=backends.NAMES, default="torchax", help="default: torchax"
+        ),
         Option(
             *("--dtype",),
             group="model",
@@ -271,10 +266,7 @@ RAY = (
     ),
 )
 _many = functools.partial(Option, group="many clips")
-DECODE_MANY = (
-    _many("--workers", type=positive, help="clips that are read at a time (default: 2)"),
-    _many("--retry-failed", action="store_true", help="try clips again that were bad before"),
-)
+DECODE_MANY = (_many("--workers", type=positive, help="clips that are read at a time (default: 2)"),)
 ENCODE_MANY = (
     _many(
         *("--keep",),

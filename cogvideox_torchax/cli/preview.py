@@ -13,7 +13,7 @@ from cogvideox_torchax import runtime
 from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.vae.pixels import to_uint8
 
-PICTURES, PIXELS, PATCHES = 64, 64, 8
+PICTURES, PIXELS, PATCHES = 48, 64, 8
 """Number of pictures to fit the map with, their side in pixels, and patches of one color along a side.
 
 They are few and small, so that fitting takes seconds. There are still many more latents than weights.
@@ -34,18 +34,15 @@ def colors_of(latents: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def fit(vae: Any) -> tuple[torch.Tensor, float]:
+def fit(vae: Any) -> torch.Tensor:
     """Fit a map by least squares, to pictures of random colors and the latents that a VAE encodes.
 
-    Return (weights, explained). The weights (C + 1, 3) map a latent's channels to red, green and blue; their
-    last row is added to every color. The other number is the share of the colors' variance that the map
-    explains, on pictures that it was not fitted to: 1 if it gives all colors exactly, 0 if it is no better
-    than their mean.
+    Return weights (C + 1, 3), which map a latent's channels to red, green and blue. Their last row is added
+    to every color.
 
     Each picture is a video of one frame: patches of random colors, blurred into each other. The color of a
-    latent pixel is the mean color of the picture's pixels that it stands for. The map is fitted to three
-    quarters of the pictures; the last quarter gives the share. The VAE has to be in PyTorch. Its encoder
-    runs for some seconds.
+    latent pixel is the mean color of the picture's pixels that it stands for. The VAE has to be in PyTorch.
+    Its encoder runs for some seconds.
     """
     generator = torch.Generator().manual_seed(0)
     # Colors are in [-1, 1], as the VAE takes them.
@@ -57,12 +54,7 @@ def fit(vae: Any) -> tuple[torch.Tensor, float]:
     )
     features = _with_ones(latents[:, :, 0].float().movedim(1, -1))  # (N, H, W, C + 1)
     colors = torch.nn.functional.avg_pool2d(pictures, vae.spatial_compression_ratio).movedim(1, -1)
-    num_fitted = PICTURES * 3 // 4  # the map is fitted to the first pictures, and tested on the others
-    weights = torch.linalg.lstsq(
-        features[:num_fitted].flatten(0, 2), colors[:num_fitted].flatten(0, 2)
-    ).solution
-    error = (features[num_fitted:] @ weights - colors[num_fitted:]).square().mean()
-    return weights, float(1 - error / colors[num_fitted:].var(correction=0))
+    return torch.linalg.lstsq(features.flatten(0, 2), colors.flatten(0, 2)).solution
 
 
 def _with_ones(features: torch.Tensor) -> torch.Tensor:
@@ -78,13 +70,12 @@ def preview_writer(vae: Any, path: str | Path, say: Callable[[str], None]) -> Ca
     Args:
         vae: the VAE; the map is fitted once, with a copy of it on the host.
         path: path of the PNG file.
-        say: is called with a line of text, which says how well the map fits.
+        say: is called with a line of text, before the map is fitted.
     """
     from PIL import Image
 
     say("preview: fitting a map from latents to colors on the host: for CogVideoX-5b half a minute")
-    weights, explained = fit(runtime.host_skeleton(vae))
-    say(f"preview: a linear map of latents that explains {explained:.0%} of colors")
+    weights = fit(runtime.host_skeleton(vae))
 
     def show(latents: torch.Tensor) -> None:
         (frames,) = colors_of(latents[:1], weights)  # the first video's colors, (T, H, W, 3)

@@ -6,7 +6,6 @@ A run may be killed at any time, and the same command goes on: see `generation`.
 import argparse
 import json
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,56 +16,34 @@ from cogvideox_torchax.cli.commands import SEEDS
 from cogvideox_torchax.cli.generation import Generator, Request, Stage, Video, check
 from cogvideox_torchax.dataset import loop, sources
 from cogvideox_torchax.dataset.directory import OutputDirectory, ProcessShard
-from cogvideox_torchax.dataset.names import ClipError, check_file
+from cogvideox_torchax.dataset.names import ClipError, check_id
 from cogvideox_torchax.files import faults
 from cogvideox_torchax.pipelines import description
 
 FIELDS: dict[str, type] = {
     **dict.fromkeys(("prompt", "negative_prompt", "image", "video", "id"), str),
-    **{"seed": int, "steps": int, "num_inference_steps": int, "guidance_scale": float},
+    **{"seed": int, "num_inference_steps": int, "guidance_scale": float},
 }
 """Fields that a line of a .jsonl file may have, and their types."""
 COMMENT = ("#", "//", ";")
 """Beginnings of lines that are no prompts."""
-MARKED = re.compile(r"[-*•] .*|[0-9]+[.)] .*|(['\"“]).*['\"”]")
-"""A line of a list, or in quotation marks, whose marks would be a part of the prompt."""
 
 Line = tuple[int, dict[str, Any]]
-"""The number and the fields of a line; those of a bad one are {"error": the reason}."""
+"""The number and the fields of a line."""
 
 
 def read(path: Path) -> list[Line]:
-    """Return the lines of a file of prompts; `ValueError` for one without a prompt."""
-    lines = [
-        (number, _fields(line, path)) for number, line in sources.lines(path) if not line.startswith(COMMENT)
-    ]
+    """Return the lines of a file of prompts; `ValueError` for a wrong line, or for none."""
+    lines = list(sources.entries(path, "prompt", FIELDS, "prompt", COMMENT))
     if not lines:
         raise ValueError(f"{path} has no prompts: write one on each line")
-    marked = [number for number, fields in lines if MARKED.fullmatch(fields.get("prompt", ""))]
-    if marked:
-        common.say(
-            f"{path}: line {marked[0]}, one of {len(marked)}, begins with the mark of a list, or is in "
-            "quotation marks: they are a part of the prompt"
-        )
     return lines
-
-
-def _fields(line: str, path: Path) -> dict[str, Any]:
-    try:
-        fields = sources.fields_of(line, path, "prompt", FIELDS, "prompt")
-        is_twice = {"steps", "num_inference_steps"} <= fields.keys()
-        words = "got steps and num_inference_steps, which are one: leave one out"
-        faults.refuse((is_twice, words), error=ClipError)
-        return {{"steps": "num_inference_steps"}.get(name, name): value for name, value in fields.items()}
-    except ClipError as error:
-        return {"error": str(error)}
 
 
 def run(args: argparse.Namespace, generate: Generator, lines: list[Line]) -> int:
     """Generate the videos that the output directory lacks; return 1 if some cannot be generated, else 0."""
     with devices.share_of_this_process(args) as share:
         directory = PromptDirectory(args, generate, lines, share)
-        common.hint_at_words(args.model, *(each.request.prompt for each in directory.missing.values()))
         with directory.locked():
             steps = directory.work() if directory.missing else iter(())
             report = batch.run_loop(args, steps, directory, unit="video")
@@ -88,25 +65,22 @@ class PromptDirectory(OutputDirectory):
     FAILED, SETTINGS = "failed-prompts.jsonl", "prompts.json"
 
     def __init__(self, args: argparse.Namespace, generate: Generator, lines: list[Line], shard: ProcessShard):
-        super().__init__(args.output, shard, retry=args.retry_failed)
+        super().__init__(args.output, shard)
         self._args, self._generate = args, generate
-        self._line_of: dict[str, int] = {}  # by a video's id
+        self._line_of = {self._settings.stem: 0}  # by a video's id; a record may not replace the settings
         self._begun = Stage.VIDEO  # the stage that all missing videos have
         copies = range(args.num_videos_per_prompt or 1)
-        owners = {self._settings: "the settings' file", self.failed: "the list of those that failed"}
         for number, fields in lines:
-            for blank in (self._blank(_id(number, fields, copy)) for copy in copies):
-                for file in (blank.path, *blank.beside):
-                    owners.setdefault(file, f"line {number}")
+            for copy in copies:
+                self._line_of.setdefault(_id(number, fields, copy), number)
         for number, fields in lines[shard.index :: shard.count]:
             try:
-                videos = {_id(number, fields, i): self._video(number, fields, i, owners) for i in copies}
+                videos = {_id(number, fields, copy): self._video(number, fields, copy) for copy in copies}
                 made = [video.made() for video in videos.values()]
             except (ValueError, OSError) as error:
                 self.bad[f"line {number}"] = str(error)
                 continue
             for (video_id, video), stage in zip(videos.items(), made, strict=True):
-                self._line_of[video_id] = number
                 self._add(video_id, video, stage)
         settings = self._blank("").depends_on()
         del settings["prompt"], settings["output"]  # which are each video's own
@@ -116,29 +90,26 @@ class PromptDirectory(OutputDirectory):
         """Return the video of a line that has an id alone."""
         return Video(self._generate.request, self._generate.settings, self.directory / f"{video_id}.mp4")
 
-    def _video(self, number: int, fields: dict[str, Any], copy: int, owners: dict[Path, str]) -> Video:
-        """Return a line's video number `copy`, after its checks; `owners` has words for each file's line."""
+    def _video(self, number: int, fields: dict[str, Any], copy: int) -> Video:
+        """Return a line's video number `copy`, after its checks."""
         video_id, defaults = _id(number, fields, copy), self._generate.request
         video = self._blank(video_id)
-        own = {name: value for name, value in fields.items() if name not in ("id", "error")}
+        own = {name: value for name, value in fields.items() if name != "id"}
         for name in own.keys() & {"image", "video"}:  # paths are relative to the file
             own[name] = os.path.abspath(Path(self._args.prompts).parent / own[name])
         own["seed"] = own.get("seed", defaults.seed + SEEDS * (number - 1)) + copy
-        for file in (video.path, *video.beside):
-            check_file(video_id, file, self.directory, owners)
+        check_id(video_id)
+        owner = self._line_of[video_id]
         faults.refuse(
-            ("error" in fields, fields.get("error", "")),
-            *(
-                (
-                    owners[file] != f"line {number}",
-                    f"its {file.name} is that of {owners[file]}: give it another id",
-                )
-                for file in (video.path, *video.beside)
+            (
+                owner != number,
+                f"its id {video_id} is that of {f'line {owner}' if owner else 'the settings'}: give another",
             ),
             (own["seed"] >= 2**64, f"got the seed {own['seed']}: at most {2**64 - 1}"),
             (
                 self._args.cache and {"num_inference_steps", "guidance_scale"} & fields.keys(),
-                "got steps or guidance_scale with --cache, which is set for all lines: leave them out",
+                "got num_inference_steps or guidance_scale with --cache, which is set for all lines: leave "
+                "them out",
             ),
             (
                 video.path.exists() and self._settings.exists() and not video.file(Stage.VIDEO).exists(),
@@ -152,14 +123,11 @@ class PromptDirectory(OutputDirectory):
 
     def _add(self, video_id: str, video: Video, made: Stage) -> None:
         """Count a video as done, bad or missing; see `OutputDirectory.add`."""
-        if made == Stage.VIDEO:
-            video.tidy()
-        if made >= self._generate.until:
-            self.add(video_id, video.path if made == Stage.VIDEO else video.file(made), video)
-        elif video.path.exists() and self._settings.exists():  # of another request: this one's replaces it
-            self.missing[video_id] = video
+        done = made >= self._generate.until
+        if not done and video.path.exists() and self._settings.exists():
+            self.missing[video_id] = video  # of another request: this one's replaces it
         else:
-            self.add(video_id, video.path, video)
+            self.add(video_id, video.file(made) if done and made < Stage.VIDEO else video.path, video)
         if video_id in self.missing:
             self._begun = min(self._begun, made)
 
@@ -208,4 +176,4 @@ class PromptActor:
         """Make the video of a row's "request" at its "path", unless an actor that died has made it."""
         video = Video(Request(**json.loads(row["request"])), self._generate.settings, Path(row["path"]))
         _, reason = loop.attempt(self._generate, video, loop.COMPUTING_ERRORS)
-        return {"id": row["id"], "result": "null", "error": reason or ""}
+        return {"id": row["id"], "error": reason or ""}

@@ -21,9 +21,9 @@ def run(args: argparse.Namespace) -> None:
         vae = common.load_vae(args.model, args.backend, args.dtype, group.mesh)
         # `result_lengths` has the number of frames of each chunk's result.
         latent_frames = sum(ENCODE.result_lengths(vae, clip.num_frames))
-        with group.writing(args.output, fps) as sink:
+        with group.writing(args.output, fps) as write:
             clock = common.announcing_clock(args)
-            written = video.write_all(sink, _reconstruction(vae, clip, latent_frames, args))
+            written = sum(map(write, _reconstruction(vae, clip, latent_frames, args)))
     if group.is_first:
         if written != clip.num_frames:
             common.say(f"{clip.num_frames} frames were read, {written} written: {common.LENGTHS_THAT_STAY}")

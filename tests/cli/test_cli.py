@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,6 @@ import jax
 import pytest
 import torch
 from jax.experimental.compilation_cache import compilation_cache
-from PIL import Image
 
 from cogvideox_torchax import cli, runtime, versions
 from cogvideox_torchax.cli import common, compile, doctor
@@ -29,9 +27,9 @@ from cogvideox_torchax.runtime import COMPILE_CACHE_VARIABLE, clock, device
 from cogvideox_torchax.vae import directions
 from cogvideox_torchax.vae.tolerances import psnr
 from tests import reference
-from tests.files.test_video import encode, moving_frames, read_all, write
 from tests.fixtures import torchax_disabled
 from tests.processes import printed_by, run_python
+from tests.videos import encode, moving_frames, read_all, write
 
 pytestmark = pytest.mark.usefixtures("torchax_off", "in_an_empty_directory")
 
@@ -84,11 +82,8 @@ def test_encode_then_decode_then_reconstruct(clip, capsys, backend):
     assert report(capsys, "encode", clip, "-o", "z.safetensors", *options)["latents"] == "1 x 16 x 3 x 6 x 10"
     loaded = latents.load("z.safetensors")
     assert reference.largest_error(loaded.tensor, stock.encode(pixels(clip)).latent_dist.mode()) < 1e-5
-    assert {name: loaded.config[name] for name in latents.FACTORS} == {
-        "scaling_factor": 1.15258426,
-        "shift_factor": None,
-        "invert_scale_latents": False,
-    }
+    factors = {"scaling_factor": 1.15258426, "shift_factor": None, "invert_scale_latents": False}
+    assert loaded.config == loaded.config | factors
     assert (loaded.fps, loaded.num_frames, loaded.model) == (10, 9, "vae")
     assert report(capsys, "decode", "z.safetensors", "-o", "again.mp4", "--backend", backend)["fps"] == 10
     assert report(capsys, "reconstruct", clip, "-o", "frames", *options)["frames_out"] == 9
@@ -148,46 +143,14 @@ def test_demo_makes_a_prompts_video_as_pytorch_does(clip, capsys):
     assert 0 < result["largest_difference_to_PyTorch_video"] < 1e-4
     made, reference, difference = read_all("out/demo.gif", video.Framing(64, 288), 9).float().split(96, dim=4)
     assert psnr(made, reference) > 30 > psnr(difference, reference)
-    assert Image.open("out/demo.png").height >= 6 * 64
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_generate_without_a_model_takes_the_bundled_pipeline(capsys):
     prompt = "A red circle grows on a blue background."
     assert run("generate", "--prompt", prompt, "--num-inference-steps", 1, "-o", "out.gif") == 0
-    said = capsys.readouterr().err
-    assert said.count("taking the small bundled pipeline") == 1
-    assert "does not know" not in said
+    assert capsys.readouterr().err.count("which knows prompts such as: a red circle moves to") == 1
     assert video.probe("out.gif").num_frames == 9
-
-
-UNKNOWN = {
-    "a color": ("a purple square grows on a red background", "purple"),
-    "many words": ("a cat, a dog", "cat, dog"),
-    "another case": ("a Red circle grows on a blue background", "Red"),
-    "no background": ("a red circle grows", "such a scene"),
-    "all": ("On a gray background, an orange triangle gets bigger.", None),
-}
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("prompt", "unknown"), UNKNOWN.values(), ids=UNKNOWN)
-@pytest.mark.parametrize("many", [False, True])
-def test_the_words_that_the_bundled_pipeline_does_not_know_are_named_in_a_line(prompt, unknown, many, capsys):
-    Path("prompts.jsonl").write_text(json.dumps({"prompt": prompt}))
-    what = ("--prompts", "prompts.jsonl", "-o", "out") if many else ("--prompt", prompt, "-o", "out.mp4")
-    assert run("generate", "--model", common.TINY_PIPELINE, "--tp", 99, *what) > 0
-    said = capsys.readouterr().err
-    assert said.count("the bundled pipeline does not know") == (unknown is not None)
-    assert unknown is None or f"does not know {unknown}: its video will show something else" in said
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_prompt_that_is_long_by_unknown_words_is_told_so_once(capsys):
-    assert run("generate", "--prompt", "A cat walks on the grass.", "-o", "out.mp4") == cli.USER_ERROR
-    *others, last = capsys.readouterr().err.splitlines()
-    assert last.endswith("takes 16; it does not know cat, walks, grass")
-    assert not any("does not know" in line for line in others)
 
 
 def test_the_bundled_model_is_small_and_has_every_kind_of_tensor_of_the_real_one():
@@ -240,8 +203,8 @@ def test_doctor_works_where_jax_does_not():
         "sys.exit(cli.main(['doctor']))"
     )
     assert (ended.returncode, ended.stderr) == (1, "")
-    for words in ("JAX_PLATFORMS=cpu", "none, as JAX does not import", "pip install"):
-        assert words in ended.stdout
+    assert "JAX_PLATFORMS=cpu" in ended.stdout
+    assert "pip install" in ended.stdout
 
 
 @pytest.mark.parametrize("error", [ImportError, RuntimeError, AttributeError])
@@ -408,13 +371,12 @@ WRONG = {
     ),
     "an input's long name": (lambda: None, ("decode", "x" * 256, *DECODE[2:]), "File name too long"),
     "a video's long name": (lambda: None, ("encode", "x" * 256, *ENCODE[2:]), "File name too long"),
-    "a gif's frame of 1000 s": (lambda: None, (*DECODE[:3], "a.gif", "--fps", 0.001), "at most 600 s"),
-    "a frame of 100000 s": (lambda: None, (*DECODE, "--fps", "0.00001"), "at most 600 s"),
+    "a gif's frame of 1000 s": (lambda: None, (*DECODE[:3], "a.gif", "--fps", 0.001), "more than 600 s"),
     "a height beyond any": (lambda: None, (*ENCODE, "--height", 8 * 10**12), "at most 16384"),
     "a time beyond any": (
         _late,
         ("reconstruct", "late.mkv", "-o", "late.mp4", "--model", "vae"),
-        "at most 600 s",
+        "more than 600 s",
     ),
     "many clips into a file": (
         lambda: None,
@@ -514,26 +476,13 @@ WRONG_ARGUMENTS = {
     ),
     "the prefix of an option": (
         "generate -o any.mp4 --guidance 1",
-        "generate does not take --guidance 1: did you mean --guidance-scale?",
+        "cogvideox-torchax: unrecognized arguments: --guidance 1",
     ),
-    "a wrong letter": (
-        "generate -o any.mp4 --guidance_scal=3",
-        "generate does not take --guidance_scal=3: did you mean --guidance-scale?",
-    ),
-    "an argument of Python": ("generate -o a.mp4 --num_frames 9", "did you mean --num-frames?"),
-    "a name with letters in common": ("generate -o a.mp4 --device cuda", "does not take --device cuda"),
-    "a swapped letter": ("generate -o a.mp4 --promtp x", "did you mean --prompt?"),
-    "a name that is near none": ("encode a.mp4 -o b --frobnicate", "encode does not take --frobnicate"),
     "frames in words": ("encode a.mp4 --frames many", "--num-frames: many is not a whole number above 0"),
     "a seed in words": ("encode a.mp4 --seed any", "argument --seed: got any: give a whole number from 0"),
-    "a letter": ("encode a.mp4 -o a.safetensors -n 3", "encode does not take -n 3"),
-    "a second file": ("encode a.mp4 b.mp4 -o a.safetensors", "encode does not take b.mp4"),
+    "a second file": ("encode a.mp4 b.mp4 -o a.safetensors", "unrecognized arguments: b.mp4"),
     "no output": ("encode a.mp4", "the following arguments are required: -o/--output"),
-    "a command without its end": (
-        "generat --prompt x",
-        "there is no command generat: did you mean generate?",
-    ),
-    "no command": ("frobnicate", "there is no command frobnicate"),
+    "no command": ("generat --prompt x", "argument COMMAND: invalid choice: 'generat'"),
     "no file": ("encode none.mp4 -o a.safetensors", "there is no file or directory none.mp4"),
     "no list": ("generate --prompts none.txt -o out", "there is no file or directory none.txt"),
     "no image": ("generate --prompt x --image none.png -o x.mp4", "there is no file or directory none.png"),
@@ -595,7 +544,6 @@ def test_wrong_options_are_one_line_and_exit_code_2_before_torch_is_imported(cas
     assert (code, said.count("\n")) == (cli.USER_ERROR, 1), said
     assert said.startswith("cogvideox-torchax")
     assert words in said
-    assert "did you mean" not in said or "did you mean" in words, "no false advice"
 
 
 def test_a_call_without_a_command_is_the_help(capsys):
@@ -619,24 +567,11 @@ def test_a_failure_of_the_work_is_exit_code_1(clip, model_directory, monkeypatch
         run(*ENCODE, "--traceback")
 
 
-def test_ctrl_c_during_the_imports_is_no_traceback(tmp_path):
-    tmp_path.joinpath("torch.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
-    code = (
-        "import signal, runpy; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "runpy.run_module('cogvideox_torchax', run_name='__main__')"
-    )
-    ended = run_python(code, "verify", PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
-    assert (ended.returncode, ended.stdout, ended.stderr) == (cli.INTERRUPTED, "", "")
-
-
 def test_ctrl_c_leaves_nothing_half_written(clip, model_directory, tmp_path, monkeypatch, capsys):
-    real = video._Mp4Sink.write
-
-    def write(sink, frames):
-        real(sink, frames)
-        signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(video._Mp4Sink, "write", write)
+    real = video._h264_stream
+    monkeypatch.setattr(
+        video, "_h264_stream", lambda *given: (real(*given), signal.raise_signal(signal.SIGINT))
+    )
     # A shell has what it runs in the background ignore the interrupt, and so would this process.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

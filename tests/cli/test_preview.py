@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 
@@ -26,8 +25,7 @@ def posterior_of(mean):
 
 
 def test_a_map_that_exists_is_found_and_its_colors_are_the_pixels():
-    weights, explained = preview.fit(LinearVAE())
-    assert explained > 0.9999
+    weights = preview.fit(LinearVAE())
     x = torch.rand(1, 3, 1, 16, 16, generator=torch.Generator().manual_seed(5)) * 2 - 1
     latents = LinearVAE().encode(x).latent_dist.mode()
     want = (torch.nn.functional.avg_pool2d(x[:, :, 0], 8) + 1) * 127.5
@@ -36,22 +34,12 @@ def test_a_map_that_exists_is_found_and_its_colors_are_the_pixels():
     assert (colors[0, 0].permute(2, 0, 1) - want[0]).abs().max() <= 1
 
 
-@pytest.mark.slow
-def test_how_much_is_explained_is_measured_on_other_pictures():
-    class Noise(LinearVAE):
-        def encode(self, x):
-            return posterior_of(torch.randn(1, 4000, 1, 8, 8))
-
-    assert preview.fit(Noise())[1] < 0.1  # so many channels would fit what they have seen
-
-
 def test_a_picture_shows_frames_from_the_first_to_the_last(tmp_path, monkeypatch):
     weights = torch.tensor([[1.0, 1, 1], [0, 0, 0]])  # of one channel, which is the color
-    monkeypatch.setattr(preview, "fit", lambda vae: (weights, 0.5))
+    monkeypatch.setattr(preview, "fit", lambda vae: weights)
     said = []
     show = preview.preview_writer(torch.nn.Identity(), tmp_path / "steps.png", said.append)
     show(torch.linspace(-1, 1, 13).reshape(1, 13, 1, 1, 1).expand(1, 13, 1, 2, 2))
-    assert ["for CogVideoX-5b half a minute" in line for line in said] == [True, False]
-    assert said[1] == "preview: a linear map of latents that explains 50% of colors"
+    assert ["for CogVideoX-5b half a minute" in line for line in said] == [True]
     middles = np.asarray(Image.open(tmp_path / "steps.png"))[3, 3::6, 0]
     assert np.abs(middles - np.array([0, 85, 170, 255])).max() < 20

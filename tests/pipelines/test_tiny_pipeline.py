@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cogvideox_torchax import make_mesh, port
-from cogvideox_torchax.cli.common import TINY_PIPELINE, TINY_WORDS, unknown_words
+from cogvideox_torchax.cli.common import TINY_PIPELINE
 from examples.train_pipeline import scenes
 
 BAR = 0.75
@@ -56,10 +56,8 @@ def test_its_videos_show_what_prompts_say_but_for_a_fault_of_sampling(where):
 
 
 def test_the_judge_reads_rendered_clips_right_and_reversed_ones_wrong():
-    assert {*scenes.SHAPES, *scenes.COLORS} == TINY_WORDS
     rng = np.random.default_rng(0)
     for scene in (scenes.SCENES[i] for i in rng.integers(len(scenes.SCENES), size=40)):
-        assert unknown_words(TINY_PIPELINE, scenes.caption(scene, rng)) == ""
         clip = scenes.render(scene, rng)
         assert scenes.judge(clip) == scene
         assert (scenes.judge(clip[::-1]) == scene) == (scene.motion == "still")
