@@ -8,23 +8,55 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cogvideox_torchax.cli.preview import preview_writer
+    from cogvideox_torchax.dataset.clip import Bucket, Clip, ClipConfig, DecodeClip, EncodeClip
+    from cogvideox_torchax.files.latents import Latents, load as load_latents, save as save_latents
     from cogvideox_torchax.files.saving import save_video
+    from cogvideox_torchax.pipelines.description import check_size, describe
     from cogvideox_torchax.pipelines.loading import load_pipeline
     from cogvideox_torchax.porting import port
     from cogvideox_torchax.sharding import make_mesh
     from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
 __version__ = "0.1.0"
-__all__ = ["AutoencoderKLCogVideoX", "load_pipeline", "make_mesh", "port", "save_video"]
+__all__ = [
+    "AutoencoderKLCogVideoX",
+    "Bucket",
+    "Clip",
+    "ClipConfig",
+    "DecodeClip",
+    "EncodeClip",
+    "Latents",
+    "check_size",
+    "describe",
+    "load_latents",
+    "load_pipeline",
+    "make_mesh",
+    "port",
+    "preview_writer",
+    "save_latents",
+    "save_video",
+]
 
 _HOMES = {
-    "AutoencoderKLCogVideoX": "cogvideox_torchax.vae.torchax.autoencoder",
-    "load_pipeline": "cogvideox_torchax.pipelines.loading",
-    "make_mesh": "cogvideox_torchax.sharding",
-    "port": "cogvideox_torchax.porting",
-    "save_video": "cogvideox_torchax.files.saving",
+    "AutoencoderKLCogVideoX": "vae.torchax.autoencoder.AutoencoderKLCogVideoX",
+    "Bucket": "dataset.clip.Bucket",
+    "Clip": "dataset.clip.Clip",
+    "ClipConfig": "dataset.clip.ClipConfig",
+    "DecodeClip": "dataset.clip.DecodeClip",
+    "EncodeClip": "dataset.clip.EncodeClip",
+    "Latents": "files.latents.Latents",
+    "check_size": "pipelines.description.check_size",
+    "describe": "pipelines.description.describe",
+    "load_latents": "files.latents.load",
+    "load_pipeline": "pipelines.loading.load_pipeline",
+    "make_mesh": "sharding.make_mesh",
+    "port": "porting.port",
+    "preview_writer": "cli.preview.preview_writer",
+    "save_latents": "files.latents.save",
+    "save_video": "files.saving.save_video",
 }
-"""By public name, the module that defines it."""
+"""By public name, the module of this package that defines it, and its name there."""
 
 
 def _leave_jax() -> None:
@@ -66,7 +98,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name from its module at its first use, so that importing the package is quick."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    module, _, own = _HOMES[name].rpartition(".")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), own)
 
 
 def __dir__() -> list[str]:

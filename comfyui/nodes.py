@@ -126,8 +126,6 @@ class Sample(Node):
         seed: int,
         image: torch.Tensor | None = None,
     ) -> tuple[dict[str, torch.Tensor]]:
-        from cogvideox_torchax.runtime import to_torch
-
         _check_image(pipeline, image)
         _check_size(pipeline, num_frames, height, width)
         first_image = {} if image is None else {"image": _picture(image[0, ..., :3])}
@@ -154,7 +152,7 @@ class Sample(Node):
             ).frames
         # CogVideoX 1.5 pads the latents (N, T, C, H, W) in front, to whole patches: the padding is cut off.
         padding = sampled.shape[1] - ((num_frames - 1) // pipeline.vae_scale_factor_temporal + 1)
-        return ({"samples": _unscaled(to_torch(sampled), padding, pipeline.vae)},)
+        return ({"samples": _unscaled(sampled.cpu(), padding, pipeline.vae)},)
 
 
 class LoadVAE(Node):
@@ -178,11 +176,10 @@ class LoadVAE(Node):
         }
 
     def load(self, model: str, dtype: str, devices: int) -> tuple[Any]:
-        from cogvideox_torchax import make_mesh
-        from cogvideox_torchax.backends import backend
+        from cogvideox_torchax import AutoencoderKLCogVideoX, make_mesh, port
 
-        mesh = make_mesh(1, devices) if devices > 1 else None
-        return (backend("torchax").load(model, getattr(torch, dtype), mesh).vae,)
+        vae = AutoencoderKLCogVideoX.from_pretrained(model, subfolder="vae", dtype=getattr(torch, dtype))
+        return (port(vae, mesh=make_mesh(1, devices) if devices > 1 else None).to("jax"),)
 
 
 class TileVAE(Node):
@@ -248,10 +245,9 @@ class Decode(Node):
         # The sampler of ComfyUI-CogVideoXWrapper, and it alone, names a number of padding frames.
         if "additional_frames" in samples:
             latents = _unscaled(latents, samples["additional_frames"], vae)
-        from cogvideox_torchax.vae import chunks
-
-        doublings = chunks.temporal_steps(vae.config["temporal_compression_ratio"])
-        advance = _progress(chunks.decoded_length(latents.shape[2], doublings))
+        # Each latent frame becomes several frames, but the first of an odd number becomes one.
+        alone = latents.shape[2] % 2
+        advance = _progress(alone + (latents.shape[2] - alone) * vae.config["temporal_compression_ratio"])
         decoded = []
         for chunk in vae.decode_stream(latents.to(vae.dtype)):
             images = (chunk.float() / 2 + 0.5).clamp(0, 1).movedim(1, -1)  # N t H W C

@@ -11,22 +11,20 @@ from pathlib import Path
 
 import torch
 
-from cogvideox_torchax.dataset import Bucket, ClipConfig, ClipError, EncodeClip, sources
-from cogvideox_torchax.files import latents
-from cogvideox_torchax.files.video import VideoError
+from cogvideox_torchax import Bucket, Clip, ClipConfig, EncodeClip, load_latents, save_latents
 
 
 class Posteriors(torch.utils.data.Dataset):
     """Latents (C, t, h, w), sampled each time from the means and log-variances of a folder."""
 
     def __init__(self, folder: Path):
-        self.files = sources.latent_files(folder)
+        self.files = sorted(folder.rglob("*.safetensors"))
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        kept = latents.load(self.files[index])
+        kept = load_latents(self.files[index])
         drawn = kept.tensor + torch.exp(0.5 * kept.logvar) * torch.randn_like(kept.tensor)
         return drawn[0] * kept.config["scaling_factor"]
 
@@ -36,7 +34,7 @@ def main() -> None:
         description="A folder of videos encoded once, and read by a trainer.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("folder", help="of videos")
+    parser.add_argument("folder", type=Path, help="of videos")
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("latents"), metavar="DIR", help="of the latents"
     )
@@ -48,13 +46,14 @@ def main() -> None:
     args = parser.parse_args()
 
     encode = EncodeClip(ClipConfig(args.model, dtype=args.dtype, buckets=(args.bucket,)))
-    for clip in sources.clips(args.folder):
+    for video in sorted(args.folder.rglob("*.mp4")):
+        name = str(video.relative_to(args.folder))
+        path = args.output / f"{name}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            path = args.output / f"{clip.id}.safetensors"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            latents.save(encode(clip), path)
-        except (ClipError, VideoError) as error:
-            print(f"left out {clip.id}: {error}")
+            save_latents(encode(Clip(name, video)), path)
+        except ValueError as error:
+            print(f"left out {name}: {error}")
     for batch in torch.utils.data.DataLoader(Posteriors(args.output), batch_size=2):
         print("a batch for the trainer:", tuple(batch.shape))
 

@@ -54,9 +54,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
-from cogvideox_torchax import load_pipeline, make_mesh, runtime, save_video
-from cogvideox_torchax.dataset import Bucket
-from cogvideox_torchax.pipelines import description
+from cogvideox_torchax import Bucket, check_size, describe, load_pipeline, make_mesh, save_video
 
 log = logging.getLogger(__name__)
 
@@ -207,7 +205,7 @@ class Video:
     def on_step_end(self, pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         """Wait for the step before this one: the device computes a step while the host queues the next."""
         if self.latents is not None:
-            runtime.to_torch(self.latents)
+            self.latents.cpu()
         self.latents, self.step = tensors["latents"], step
         if self.cancelled:
             raise Cancelled
@@ -467,11 +465,11 @@ def main() -> None:
     try:
         if not re.fullmatch("[!-~]*", token):
             raise ValueError("COGVIDEOX_TORCHAX_TOKEN has characters that a header cannot have: use ASCII")
-        model = description.describe(args.model, image=False, clip=False)
+        model = describe(args.model, image=False, clip=False)
         sizes = {size: astuple(Bucket.parse(size)) for size in args.sizes or ["x".join(map(str, model.size))]}
         mesh = make_mesh(args.dp, args.tp)
         for size in sizes.values():  # before minutes of loading
-            description.check_size(model, *size)
+            check_size(model, *size)
         pipe = load_pipeline(args.model, mesh=mesh, offload=args.offload)
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")

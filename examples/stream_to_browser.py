@@ -26,8 +26,7 @@ from PIL import Image
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect
 
-from cogvideox_torchax.backends import backend
-from cogvideox_torchax.files import latents as latent_files
+from cogvideox_torchax import AutoencoderKLCogVideoX, load_latents
 
 Chunks = Iterator[torch.Tensor]
 """Frames (1, C, t, H, W) in uint8, decoded when they are asked for."""
@@ -89,7 +88,7 @@ async def body(request: Request, largest: int) -> bytes:
 def read(data: bytes, vae: Any) -> Chunks:
     """Return the stream of uploaded latents, not decoded yet; 400 for latents of another model."""
     try:
-        latents = latent_files.loads(data, "the upload")
+        latents = load_latents(data)
         latents.check_model(vae.config)
         if len(latents.tensor) != 1:
             raise ValueError(f"the upload holds {len(latents.tensor)} videos: one at a time")
@@ -178,10 +177,10 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=64, help="MB of an upload")
     args = parser.parse_args()
     try:
-        vae = backend("torchax").load(args.model, getattr(torch, args.dtype)).vae
+        loaded = AutoencoderKLCogVideoX.from_pretrained(args.model, subfolder="vae", dtype=args.dtype)
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
-    app = make_app(vae, queue=args.queue, largest=args.largest * 1_000_000, host=args.host)
+    app = make_app(loaded.to("jax"), queue=args.queue, largest=args.largest * 1_000_000, host=args.host)
     uvicorn.run(app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=SHUTDOWN)
 
 

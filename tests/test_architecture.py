@@ -69,12 +69,6 @@ KERNELS_TAKE = {"jax", "jaxtyping", "numpy", *PACKAGES, *sys.stdlib_module_names
 """Packages that a kernel may import; of the two packages, subject to the levels."""
 
 
-HOMES = {
-    name: importlib.import_module(name)._HOMES for name in ("cogvideox_torchax", "cogvideox_torchax.flax")
-}
-"""The modules of the names that a package imports lazily."""
-
-
 def sources() -> dict[str, str]:
     """Return the text of every module of the packages and of the laboratory, by its dotted name."""
     found = {}
@@ -83,6 +77,18 @@ def sources() -> dict[str, str]:
             parts = path.relative_to(ROOT).with_suffix("").parts
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
     return found
+
+
+HOMES = {
+    package: {
+        alias.asname or alias.name: node.module
+        for node in ast.walk(ast.parse(sources()[package]))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    for package in ("cogvideox_torchax", "cogvideox_torchax.flax")
+}
+"""By a name that a package imports lazily, its module: both import it for type checkers."""
 
 
 def part_of(module: str) -> str:

@@ -111,12 +111,14 @@ def dumps(latents: Latents) -> bytes:
     return tensors.serialized(latents.tensors, latents.metadata())
 
 
-def load(path: str | Path) -> Latents:
-    """Read a latent file.
+def load(path: str | Path | bytes) -> Latents:
+    """Read a latent file, by its path or from its bytes.
 
     Raises:
         LatentsError: the file is missing, broken or not of this program.
     """
+    if isinstance(path, bytes):
+        return loads(path, "the file")
     if not Path(path).is_file():
         raise LatentsError(f"there is no file {path}")
     metadata, file_tensors = tensors.load(path, LatentsError)

@@ -30,9 +30,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import T5Config, T5EncoderModel, T5Tokenizer
 from transformers.optimization import get_wsd_schedule
 
-from cogvideox_torchax.files.reports import write_text
-from cogvideox_torchax.files.whole import whole_file
-
 T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
 TRANSFORMER = {
     **{"num_attention_heads": 4, "attention_head_dim": 32, "num_layers": 4, "time_embed_dim": 32},
@@ -103,8 +100,13 @@ def encode(vae: AutoencoderKLCogVideoX, path: Path, rng: np.random.Generator) ->
         with torch.autocast("cpu", torch.bfloat16):
             mean = vae.encode(x).latent_dist.mode() * vae.config.scaling_factor
         latents.append(mean.transpose(1, 2).bfloat16())
-    with whole_file(path) as temporary:
-        torch.save({"latents": torch.cat(latents), "scenes": scenes}, temporary)
+    save({"latents": torch.cat(latents), "scenes": scenes}, path)
+
+
+def save(value: Any, path: Path) -> None:
+    """Write a file of torch, whole or not at all."""
+    torch.save(value, path.with_suffix(".part"))
+    path.with_suffix(".part").replace(path)
 
 
 def load(paths: list[Path]) -> tuple[torch.Tensor, list[Scene]]:
@@ -190,8 +192,8 @@ class Training:
 
     def save(self, number: int) -> None:
         """Write the state after `number` steps, whole or not at all."""
-        with whole_file(self.args.output / "checkpoint.pt") as temporary:
-            torch.save({"step": number, "parts": [part.state_dict() for part in self.parts]}, temporary)
+        state = {"step": number, "parts": [part.state_dict() for part in self.parts]}
+        save(state, self.args.output / "checkpoint.pt")
 
     def restore(self) -> int:
         """Set everything to the checkpoint's state, if there is one; return its number of steps."""
@@ -229,7 +231,7 @@ def train(args: argparse.Namespace) -> None:
             entry |= training.score(args.scenes)
         entries.append(entry)
         training.save(number + 1)
-        write_text(log, json.dumps(entries, indent=0))
+        log.write_text(json.dumps(entries, indent=0))
         print(json.dumps(entry), flush=True)
     training.average.copy_to(training.weights)
     pipe.to(dtype=torch.bfloat16).save_pretrained(args.output / "pipeline")

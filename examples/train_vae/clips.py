@@ -3,21 +3,19 @@
 Axes: T frames, C channels, H rows, W columns. A function that takes `rng` draws all that is random from it.
 """
 
-import functools
+import itertools
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import av
 import numpy as np
 import torch
+from PIL import Image, ImageOps
 from torch.nn import functional
 
-from cogvideox_torchax.dataset import sources
-from cogvideox_torchax.files import video
-from cogvideox_torchax.vae.pixels import from_uint8
-
 PICTURES = (".avif", ".bmp", ".jpeg", ".jpg", ".png", ".webp")
+VIDEOS = (".avi", ".gif", ".mkv", ".mov", ".mp4", ".webm")
 RANGE = re.compile(r"(.+)#(\d*)-(\d*)")
 
 LARGEST_SCALE = 4.0
@@ -31,18 +29,29 @@ CUT_SHARE = 0.1
 
 
 def files(texts: Iterable[str]) -> Iterator[str]:
-    """Yield each text, or, for a directory, the paths of all videos and pictures below it."""
+    """Yield each text; for a directory, the paths of all videos and pictures below it that are not hidden."""
     for text in texts:
-        if Path(text).is_dir():
-            say = functools.partial(print, file=sys.stderr)
-            yield from sorted(map(str, sources.files_below(Path(text), is_clip, say)))
-        else:
+        if not Path(text).is_dir():
             yield text
+            continue
+        for path in sorted(Path(text).rglob("*")):
+            is_hidden = any(part.startswith(".") for part in path.relative_to(text).parts)
+            if path.suffix.lower() in PICTURES + VIDEOS and not is_hidden:
+                yield str(path)
 
 
-def is_clip(path: Path) -> bool:
-    """Return whether a file of a directory is a video or a picture."""
-    return video.is_video(path) or path.suffix.lower() in PICTURES
+def frames_of(path: str, at_most: int | None) -> list[np.ndarray]:
+    """Return the first frames of a video, or a picture, upright (H, W, C) in bytes."""
+    if Path(path).suffix.lower() in PICTURES:
+        return [np.array(ImageOps.exif_transpose(Image.open(path)).convert("RGB"))]
+    with av.open(path) as container:
+        decoded = itertools.islice(container.decode(video=0), at_most)
+        return [np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90) for frame in decoded]
+
+
+def scaled(frames: torch.Tensor) -> torch.Tensor:
+    """Return bytes as floats in [-1, 1]."""
+    return frames / 127.5 - 1
 
 
 def load(text: str, frames: int, size: tuple[int, int]) -> torch.Tensor:
@@ -54,19 +63,13 @@ def load(text: str, frames: int, size: tuple[int, int]) -> torch.Tensor:
         size: (height, width) of the crops that will be taken.
 
     Raises:
-        ValueError: a file that cannot be read, with too few frames, or smaller than the crops.
+        OSError, ValueError: a file that cannot be read, with too few frames, or smaller than the crops.
     """
     path, start, end = match.groups() if (match := RANGE.fullmatch(text)) else (text, "", "")
-    if Path(path).suffix.lower() in PICTURES and not video.is_video(Path(path)):
-        clip = torch.from_numpy(np.array(video.read_image(path))).permute(2, 0, 1)[None]
-    else:
-        last = int(end) if end else None
-        found = [video.framed(frame) for _, frame in video.Video(path).frames(at_most=last)][
-            int(start or 0) :
-        ]
-        if len(found) < frames:
-            raise ValueError(f"the clip {text} has {len(found)} frames: at least {frames} are needed")
-        clip = torch.cat(found)
+    found = frames_of(path, int(end) if end else None)[int(start or 0) :]
+    if len(found) < frames and Path(path).suffix.lower() not in PICTURES:
+        raise ValueError(f"the clip {text} has {len(found)} frames: at least {frames} are needed")
+    clip = torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2)
     if clip.shape[2] < size[0] or clip.shape[3] < size[1]:
         raise ValueError(
             f"the clip {text} is {clip.shape[2]} x {clip.shape[3]}: crops of {size[0]} x {size[1]} need "
@@ -122,7 +125,7 @@ def crop(rng: np.random.Generator, frames: torch.Tensor, height: int, width: int
     scale = min(rows / height, columns / width, LARGEST_SCALE) ** rng.random()
     window_height, window_width = int(height * scale), int(width * scale)
     y, x = rng.integers(rows - window_height + 1), rng.integers(columns - window_width + 1)
-    window = from_uint8(frames[:, :, y : y + window_height, x : x + window_width], "float32")
+    window = scaled(frames[:, :, y : y + window_height, x : x + window_width])
     return functional.interpolate(window, (height, width), mode="bilinear", antialias=True)
 
 

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import copy
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,20 +18,13 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-from clips import Sampler, files, load
+from clips import Sampler, files, load, scaled
 from diffusers.optimization import get_cosine_schedule_with_warmup
 from diffusers.training_utils import EMAModel
 from torch import nn
 from tqdm import tqdm
 
-from cogvideox_torchax import AutoencoderKLCogVideoX, make_mesh, runtime
-from cogvideox_torchax.files.faults import refuse
-from cogvideox_torchax.files.models import read_json
-from cogvideox_torchax.files.reports import write_text
-from cogvideox_torchax.files.whole import whole_file
-from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
-from cogvideox_torchax.vae.sizes import parse_size
-from cogvideox_torchax.vae.tolerances import psnr
+from cogvideox_torchax import AutoencoderKLCogVideoX, make_mesh
 
 CHECKPOINT = "checkpoint.pt"
 WEIGHTS = {"l1": 1.0, "mse": 4.0, "kl": 1e-3}
@@ -55,7 +49,7 @@ def load_vae(args: argparse.Namespace) -> Any:
         vae.encoder.requires_grad_(args.train_encoder)
     else:
         torch.manual_seed(args.seed)
-        vae = AutoencoderKLCogVideoX.from_config(read_json(Path(args.config)))
+        vae = AutoencoderKLCogVideoX.from_config(json.loads(Path(args.config).read_text()))
         initialize(vae)
     if args.gradient_checkpointing:
         vae.enable_gradient_checkpointing()
@@ -211,20 +205,22 @@ class Training:
         """Reconstruct held-out clips, uint8 (1, C, T, H, W) by name; log and print their PSNR in dB."""
         with self.averaged() as vae:
             for name, clip in clips.items():
-                x = from_uint8(clip, "float32").to(self.args.device)
+                x = scaled(clip).to(self.args.device)
                 with autocast(x.device):
                     y = vae.decode(vae.encode(x).latent_dist.mode().float()).sample.float()
-                found = psnr(to_uint8(runtime.to_torch(y)), clip)
+                error = ((y.clamp(-1, 1) + 1) * 127.5).round().cpu() - clip
+                found = 10 * math.log10(255**2 / error.square().mean().item())
                 self.log.append({"step": number, "clip": name, "psnr": found})
                 tqdm.write(f"step {number}: {name} {found:.2f} dB", file=sys.stderr)
 
     def save(self, number: int) -> None:
-        """Write the state after `number` steps, and the log, each whole or not at all."""
-        states = moved([part.state_dict() for part in self.parts], runtime.to_torch)
+        """Write the state after `number` steps, whole or not at all, and the log, which it has too."""
+        states = moved([part.state_dict() for part in self.parts], torch.Tensor.cpu)
         checkpoint = {"options": options(self.args), "step": number, "log": self.log, "parts": states}
-        with whole_file(self.args.output / CHECKPOINT) as temporary:
-            torch.save(checkpoint, temporary)
-        write_text(self.args.output / "log.json", json.dumps(self.log, indent=0))
+        temporary = self.args.output / f"{CHECKPOINT}.part"
+        torch.save(checkpoint, temporary)
+        temporary.replace(self.args.output / CHECKPOINT)
+        (self.args.output / "log.json").write_text(json.dumps(self.log, indent=0))
 
     def restore(self, path: Path) -> int:
         """Set everything to a checkpoint's state; return its number of steps.
@@ -263,9 +259,10 @@ def moved(states: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Run the training; raise `ValueError` for options or clips that it cannot take."""
+    """Run the training; raise `ValueError` or `OSError` for options or clips that it cannot take."""
     path = args.output / CHECKPOINT
-    refuse(
+    height, width = args.size
+    for is_wrong, words in (
         (args.resume and not path.exists(), f"the checkpoint {path}: there is none to resume"),
         (
             path.exists() and not args.resume,
@@ -275,10 +272,15 @@ def train(args: argparse.Namespace) -> None:
             args.frames < 1 or args.frames % 8 != 1,
             f"got --frames {args.frames}: give 8 n + 1, such as 1, 9, 17 or 49",
         ),
+        (
+            min(height, width) < 8 or height % 8 or width % 8,
+            f"got --size {height}x{width}: give multiples of 8, such as 64x64",
+        ),
         (args.every < 1, f"got --every {args.every}: at least 1"),
         (args.output.is_file(), f"got -o {args.output}, which is a file: give a directory"),
-    )
-    height, width = parse_size(args.size, "crops", multiple=8)
+    ):
+        if is_wrong:
+            raise ValueError(words)
     sources = [load(text, args.frames, (height, width)) for text in files(args.clips)]
     if not sources:
         raise ValueError(f"no video or picture in {', '.join(args.clips)}")
@@ -311,6 +313,12 @@ def train(args: argparse.Namespace) -> None:
     print(f"wrote {args.output / 'vae'}", file=sys.stderr)
 
 
+def size(text: str) -> tuple[int, int]:
+    """Return (height, width) of a text such as "64x96"."""
+    height, width = map(int, text.split("x"))
+    return height, width
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
@@ -336,7 +344,7 @@ def parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=1000, help="of the whole training")
     add("--batch", type=int, default=1, help="clips in a batch")
     add("--frames", type=int, default=17, help="in a clip, 8 n + 1")
-    add("--size", default="64x64", metavar="HEIGHTxWIDTH", help="of the crops, multiples of 8")
+    add("--size", type=size, default="64x64", metavar="HEIGHTxWIDTH", help="of the crops, multiples of 8")
     add("--rate", type=float, help=f"of learning; {RATE} for --config, {FINE_TUNING_RATE} for --model")
     add("--seed", type=int, default=0, help="of random weights, batches and noise")
     add("--color-weight", type=float, default=0.0, help="of the loss on frames' mean colors; L1 has 1")
@@ -352,7 +360,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     try:
         train(parser().parse_args())
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"train.py: {error}")
     except KeyboardInterrupt:
         sys.exit("train.py: interrupted; --resume goes on from the last checkpoint, if there was one")

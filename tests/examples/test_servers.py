@@ -585,7 +585,7 @@ def test_a_size_beyond_the_models_positions_is_refused_before_anything_is_loaded
 @pytest.fixture
 def started(monkeypatch, pipe, native_vae):
     """Return a function that runs a server's `main`, and returns what its client finds."""
-    blank, loaded = Blank(pipe), SimpleNamespace(vae=native_vae)
+    blank = Blank(pipe)
 
     def start(server, *arguments, find=lambda client: None):
         found = []
@@ -601,7 +601,9 @@ def started(monkeypatch, pipe, native_vae):
         return found[0]
 
     monkeypatch.setattr(serve, "load_pipeline", lambda *_, **__: blank)
-    monkeypatch.setattr(stream_to_browser, "backend", lambda _: SimpleNamespace(load=lambda *_: loaded))
+    vae_class = SimpleNamespace(from_pretrained=lambda *_, **__: native_vae)
+    monkeypatch.setattr(stream_to_browser, "AutoencoderKLCogVideoX", vae_class)
+    monkeypatch.setattr(native_vae, "to", lambda _: native_vae)
     return start
 
 
@@ -735,8 +737,8 @@ def test_a_frame_is_there_before_the_next_chunk_is_decoded(site, gated_vae, uplo
 @pytest.mark.parametrize(
     ("data", "status", "words"),
     [
-        (b"no latents", 400, "the upload is truncated or no safetensors file"),
-        (b"", 400, "the upload"),
+        (b"no latents", 400, "the file is truncated or no safetensors file"),
+        (b"", 400, "the file"),
         (b"x" * 100_001, 413, "larger than 100000 bytes"),
     ],
 )

@@ -179,14 +179,14 @@ def test_losses_are_what_they_are_called(program, monkeypatch):
     [
         (("--size", "32x32"), "the clip clip.mp4 is 24 x 40: crops of 32 x 32 need at least as many rows"),
         (("--size", "24x48"), "the clip clip.mp4 is 24 x 40: crops of 24 x 48 need at least as many rows"),
-        (("--size", "20x20"), "got crops of 20 x 20 pixels (height x width): both must be multiples of 8"),
+        (("--size", "20x20"), "got --size 20x20: give multiples of 8"),
         (("--frames", 25), "the clip clip.mp4 has 20 frames: at least 25 are needed"),
         (("--frames", 8), "got --frames 8: give 8 n + 1"),
         (("--every", 0), "got --every 0: at least 1"),
         (("--resume",), "the checkpoint run/checkpoint.pt: there is none to resume"),
         (("--validate", "clip.mp4#15-"), "the clip clip.mp4#15- has 5 frames: at least 9 are needed"),
-        (("--validate", "gone.mp4"), "there is no file gone.mp4"),
-        (("--config", "gone.json"), "has no gone.json"),
+        (("--validate", "gone.mp4"), "No such file or directory: 'gone.mp4'"),
+        (("--config", "gone.json"), "No such file or directory: 'gone.json'"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_one_line(run, arguments, words):

@@ -45,7 +45,7 @@ def test_what_is_saved_is_loaded(tmp_path, scale, shift):
     assert torch.equal(loaded.tensor, made.tensor)
     assert (loaded.config | config, loaded.model, loaded.fps) == (loaded.config, "vae", Fraction(30000, 1001))
     assert (loaded.num_frames, loaded.about, latents.about(path)) == (8, about, about)
-    assert torch.equal(latents.loads(path.read_bytes(), "a").logvar, tensors[1])
+    assert torch.equal(latents.load(path.read_bytes()).logvar, tensors[1])
     with safe_open(path, "pt") as file:
         assert list(file.metadata()) == [latents.KEY]
 

@@ -15,7 +15,24 @@ from diffusers.pipelines.cogvideo.pipeline_cogvideox import CogVideoXPipeline
 from jax.sharding import Mesh
 
 import jax_kernels
-from cogvideox_torchax import AutoencoderKLCogVideoX, load_pipeline, make_mesh, port, save_video
+from cogvideox_torchax import (
+    AutoencoderKLCogVideoX,
+    Bucket,
+    Clip,
+    ClipConfig,
+    DecodeClip,
+    EncodeClip,
+    Latents,
+    check_size,
+    describe,
+    load_latents,
+    load_pipeline,
+    make_mesh,
+    port,
+    preview_writer,
+    save_latents,
+    save_video,
+)
 from cogvideox_torchax.flax import (
     FlaxAutoencoderKLCogVideoX,
     FlaxAutoencoderKLCogVideoXConfig,
@@ -32,12 +49,24 @@ def port_and_run(pipe: CogVideoXPipeline, video: torch.Tensor) -> None:
     assert_type(load_pipeline("a-directory", mesh=mesh), Any)
     assert_type(load_pipeline("a-directory", pipeline_class=CogVideoXPipeline), CogVideoXPipeline)
     assert_type(save_video(video, "video.mp4", fps=8), None)
+    model = describe("a-directory", image=False, clip=False)
+    assert_type(check_size(model, *model.size), None)
     vae = AutoencoderKLCogVideoX.from_pretrained("a-directory", dtype=torch.bfloat16)
     assert_type(vae, AutoencoderKLCogVideoX)
     assert_type(port(vae), AutoencoderKLCogVideoX)
     vae.place_on(mesh)
     assert_type(vae.encode_stream(video), Iterator[DiagonalGaussianDistribution])
     assert_type(vae.decode_stream(video, output_dtype=torch.uint8), Iterator[torch.Tensor])
+
+
+def data_set(vae: AutoencoderKLCogVideoX, data: bytes) -> None:
+    config = ClipConfig("a-directory", buckets=(Bucket(49, 480, 720), Bucket.parse("49x480x720")))
+    latents = EncodeClip(config)(Clip("cat.mp4", "clips/cat.mp4", caption="A cat walks."))
+    assert_type(latents, Latents)
+    assert_type(save_latents(latents, "cat.safetensors"), None)
+    assert_type(load_latents(data), Latents)
+    assert_type(DecodeClip(config)(load_latents("cat.safetensors")), torch.Tensor)
+    preview_writer(vae, "preview.png", print)(latents.tensor)
 
 
 def flax_build(video: jax.Array, directory: str) -> None:
