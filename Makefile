@@ -4,6 +4,7 @@
 # make test-all    the slow ones too; of builds, meshes, lengths and caches some pairs, not their whole products
 # make test-product    what those products have besides: hours on two cores
 # make test-mosaic    compiles the published models' kernels for TPUS, by the libtpu of LIBTPU: minutes a topology
+# make test-space    the page in space/, in a browser, with gradio's own versions of other packages
 # make lint    ruff and pyright
 # make docs    the site, in out/site; a dead link fails
 # make test-versions    a part of the tests with the lowest and the newest versions of other packages
@@ -19,7 +20,7 @@ SETS ?= lowest newest
 LIBTPU ?= 0.0.42.1
 TPUS ?= v5e:2x4 v5p:2x2x2 v6e:2x4 tpu7x:2x2x1
 
-.PHONY: demo test test-all test-product test-mosaic lint docs test-versions format clean
+.PHONY: demo test test-all test-product test-mosaic test-space lint docs test-versions format clean
 
 demo: $(VENV)/demo.done
 	$(BIN)/cogvideox-torchax demo $(if $(PROMPT),--prompt "$(PROMPT)")
@@ -37,6 +38,11 @@ test-product: $(VENV)/test.done
 test-mosaic: $(VENV)/test.done
 	$(BIN)/python -m pip install --quiet libtpu==$(LIBTPU)
 	PYTHONPATH=. $(BIN)/python scripts/compile_kernels.py $(TPUS)
+
+# It leaves the virtual environment with gradio, and with the versions of Pillow and tomlkit that gradio takes.
+test-space: $(VENV)/test.done
+	$(BIN)/python -m pip install --quiet gradio
+	$(BIN)/python -m pytest --numprocesses=0 tests/examples/test_space.py
 
 lint: $(VENV)/test.done
 	$(BIN)/ruff check .

@@ -41,7 +41,7 @@ from examples.train_pipeline.scenes import (
     shares,
 )
 
-PICTURE = ROOT / "docs" / "images" / "tiny-pipeline.png"
+PICTURES = (ROOT / "docs" / "images" / "tiny-pipeline.png", TINY_PIPELINE / "videos.png")
 STEPS, GUIDANCE = 20, 1.5
 PLAIN = f"float32, {STEPS} steps, guidance {GUIDANCE}"
 ROUNDED: dict[str, dict[str, Any]] = {
@@ -196,8 +196,9 @@ def main() -> None:
                 for each in GROUPS
                 for scene, clip in zip(found[each][:4], made[each][:4], strict=True)
             ]
-            with whole_file(PICTURE) as temporary:
-                picture(*map(list, zip(*shown, strict=True))).save(temporary, "PNG")
+            for path in PICTURES:
+                with whole_file(path) as temporary:
+                    picture(*map(list, zip(*shown, strict=True))).save(temporary, "PNG")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import io
 import re
-import shutil
 import socket
 import threading
 import time
@@ -41,20 +40,6 @@ def served(app, **options):
     finally:
         server.should_exit = True
         thread.join()
-
-
-@pytest.fixture
-def page():
-    """Return a page of a browser; without Chromium the test is skipped."""
-    found = [*filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome")))]
-    if not found:
-        pytest.skip("no Chromium: apt-get install chromium")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found[0], args=["--no-sandbox"])
-        yield browser.new_page(viewport={"width": 800, "height": 600})
-        browser.close()
 
 
 SIZES = {"5x8x16": (5, 8, 16), "1x8x8": (1, 8, 8)}
