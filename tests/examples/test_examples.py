@@ -139,7 +139,7 @@ def test_a_notebook_prints_what_pip_changes_and_asks_for_a_restart(
     name, changed, restarts, monkeypatch, capsys
 ):
     had = {"torch": "2.9", "jax": "0.9", "rich": "13"}
-    versions = iter([had, had, had | {changed: "99", "added": "1"}])
+    versions = iter([had, had, had | {changed: "99", "added": "1"}])  # the first is of the refused run
     monkeypatch.setattr(
         "importlib.metadata.distributions",
         lambda: [SimpleNamespace(name=each, version=version) for each, version in next(versions).items()],
@@ -150,12 +150,14 @@ def test_a_notebook_prints_what_pip_changes_and_asks_for_a_restart(
     monkeypatch.setattr("subprocess.Popen", popen)
     cells = json.loads((EXAMPLES / "notebooks" / f"{name}.ipynb").read_text())["cells"]
     source = "".join(next(cell["source"] for cell in cells if cell["cell_type"] == "code"))
-    with pytest.raises(SystemExit, match="Set REPOSITORY above"):
+    with pytest.raises(SystemExit, match="into REPOSITORY"):
         exec(compile(source, name, "exec"), {})
-    source = source.replace('REPOSITORY = "URL"', 'REPOSITORY = "https://example.com/cogvideox-torchax"')
+    popen.assert_not_called()
+    source = source.replace('REPOSITORY = ""', 'REPOSITORY = "https://host/it"')
     exec(compile(source, name, "exec"), {})
     (clone,), (install,) = (call.args for call in popen.call_args_list)
     assert clone[:2] == ["git", "clone"]
+    assert "https://host/it" in clone
     assert "cogvideox-torchax/constraints.txt" in " ".join(install)
     first, *rest = capsys.readouterr().out.splitlines()
     assert first == f"{changed}: {had[changed]} is now 99"
