@@ -324,13 +324,36 @@ def test_a_script_finds_the_names_that_it_imports(path):
                 assert hasattr(module, name.name) or importlib.import_module(f"{node.module}.{name.name}")
 
 
+PAGE = (ROOT / "docs/architecture.md").read_text()
+FIRST, *PARAGRAPHS = PAGE.split("\n## Contracts\n")[1].split("\n## ")[0].strip().split("\n\n")
+CONTRACTS = {text.split("**")[1]: text for text in PARAGRAPHS}
+"""By its name, the text of each contract."""
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+def test_a_contract_names_tests_that_are_there(contract):
+    _text, _, named = CONTRACTS[contract].partition("\nTest")
+    tests = re.findall(r"`(tests/[\w/]*test_\w+\.py)::(test_\w+)`", named)
+    assert tests
+    for path, name in tests:
+        tree = ast.parse((ROOT / path).read_text())
+        assert name in [each.name for each in tree.body if isinstance(each, ast.FunctionDef)], path
+
+
+def test_every_path_of_the_page_is_there():
+    paths = re.findall(r"`([\w./]+/|[\w./]*/?\w+\.py)`", PAGE)
+    places = (ROOT, ROOT / "cogvideox_torchax", ROOT / "jax_kernels/conv3d", ROOT / "jax_kernels/dense")
+    assert len(paths) > 40
+    assert [path for path in paths if not any((place / path).exists() for place in places)] == []
+
+
 class Reached(Exception):
     """The call has reached the end of its path."""
 
 
 def drawn(heading):
     """Return the (file, function) pairs of the drawing under a heading of the page."""
-    section = (ROOT / "docs/architecture.md").read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     return [(file, name) for name, file in re.findall(r"^ {4}(\w+) +([\w/]+)", section, re.MULTILINE)]
 
 
