@@ -72,8 +72,7 @@ def generate(prompt: str) -> tuple[str, str, str]:
 
 def page() -> Any:
     """Return the page, a `gradio.Blocks`."""
-    # Imported here, so that `generate` does without it.
-    import gradio  # pyright: ignore[reportMissingImports]
+    import gradio  # here, so that `generate` does without it
 
     with gradio.Blocks(title="CogVideoX on JAX") as blocks:
         gradio.Markdown(TEXT)

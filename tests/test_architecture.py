@@ -47,6 +47,7 @@ Above all of them are the folders of jax_kernels, in the order of their own impo
 
 OUTSIDE = ("benchmarks", "tests")
 """Packages of the checkout alone, which a user of the wheel has not."""
+
 PROJECT = {*OUTSIDE, *PACKAGES}
 SCRIPTS = sorted(
     path for part in ("benchmarks", "examples", "scripts") for path in (ROOT / part).rglob("*.py")
