@@ -27,8 +27,6 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/performance.md", "memory"): measured.memory,
     ("docs/pipelines.md", "caches"): estimated.caches,
     ("docs/pipelines.md", "eight bits"): measured.eight_bits,
-    ("docs/pipelines.md", "products"): estimated.linear,
-    ("docs/pipelines.md", "programs"): measured.programs,
     ("docs/planning.md", "calibration"): estimated.calibrations,
     ("docs/planning.md", "gpus"): estimated.gpus,
     ("docs/planning.md", "intervals"): estimated.intervals,

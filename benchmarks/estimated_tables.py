@@ -197,15 +197,6 @@ def attention() -> str:
     )
 
 
-def linear() -> str:
-    """Return a table of the milliseconds of a layer's products, a row for each chip and kind of weights."""
-    cases = kept("schedules")["linear"]
-    return table(
-        ("chip, weights", *(f"{part}, ms" for part in next(iter(cases.values())))),
-        [(name, *(f"{ms:.2f}" for ms in parts.values())) for name, parts in cases.items()],
-    )
-
-
 def layer() -> str:
     """Return a table of the milliseconds of each part of a layer, of a step of 5b."""
     (step,) = estimate("network-step-5b-v6e-1")["programs"]
