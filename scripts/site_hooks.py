@@ -41,5 +41,5 @@ def help_of_every_command() -> str:
     # `_actions`, because argparse has no public list of a parser's commands.
     (commands,) = (action.choices for action in cli.parser()._actions if action.choices)
     return "\n\n".join(
-        f"## {name}\n\n```text\n{command.format_help().rstrip()}\n```" for name, command in commands.items()
+        f"### {name}\n\n```text\n{command.format_help().rstrip()}\n```" for name, command in commands.items()
     )
