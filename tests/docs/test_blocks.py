@@ -5,19 +5,30 @@ What is replaced for them is in `SMALL`: names of published models by directorie
 """
 
 import ast
+import functools
 import importlib
+import json
 import re
 import runpy
+import subprocess
+import time
 import tomllib
 from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
 
 import benchmarks.__main__ as laboratory
-from cogvideox_torchax import cli
-from tests import small_pipelines
+from cogvideox_torchax import cli, port
+from cogvideox_torchax.files import latents as latent_files, video
+from cogvideox_torchax.files.latents import Latents
+from examples import serve, stream_to_browser
+from tests import reference, small_pipelines
 from tests.docs.blocks import PAGES, Block, blocks
+from tests.examples.test_servers import Blank, served
+from tests.files.test_video import write
 from tests.processes import ROOT
 from tests.videos import write
 
@@ -153,7 +164,38 @@ def check(words: list[str], where: str):
         named = {extra for found in re.findall(r"\[([\w,]+)\]", " ".join(rest)) for extra in found.split(",")}
         assert named <= set(project["optional-dependencies"]), f"{where}: no such extra"
     else:
-        assert program in ("git", "cd", "ln", "pre-commit", "source"), f"{where}: {program} is unknown"
+        assert program in ("git", "cd", "ln", "pre-commit", "source", "curl"), (
+            f"{where}: {program} is unknown"
+        )
+
+
+@pytest.mark.usefixtures("in_an_empty_directory", "torchax_off")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_curl_lines_are_answered(small_vae, tmp_path):
+    prompts, latents = (block for block in blocks("docs/examples.md") if "curl" in block.text)
+    app = serve.make_app(Blank(port(small_pipelines.one_layer())), {"5x8x16": (5, 8, 16)}, tmp_path, 2, 8)
+    with served(app) as site:
+        send, state, fetch, delete = (functools.partial(curl, line, site) for line in prompts.commands)
+        made = json.loads(send())["id"]
+        while json.loads(state(ID=made))["state"] != "done":
+            time.sleep(0.01)
+        fetch(ID=made)
+        assert video.probe("cat.mp4").num_frames == 5
+        assert delete(ID=made) == ""
+        assert "error" in json.loads(state(ID=made))
+    z = reference.latents(3, height=2, width=3)
+    latent_files.save(Latents(z, dict(small_vae.config), "small", Fraction(8), 9), "clip.safetensors")
+    with served(stream_to_browser.make_app(port(small_vae), queue=1, largest=100_000)) as site:
+        upload, watch = (functools.partial(curl, line, site) for line in latents.commands)
+        watch(NAME=upload().strip().rpartition("/")[2])
+    assert Path("clip.mjpeg").read_bytes().count(b"Content-Type: image/jpeg") == 9
+
+
+def curl(words: list[str], site: str, **names: str) -> str:
+    """Run a line of a page with the address of a server, and names that an earlier line has printed."""
+    line = [word.replace("http://127.0.0.1:8000", site) for word in words]
+    line = [re.sub(r"\b(ID|NAME)\b", lambda match: names[match[1]], word) for word in line]
+    return subprocess.run([*line, "--silent"], check=True, capture_output=True, text=True).stdout
 
 
 def test_a_reader_finds_every_page():
