@@ -197,6 +197,15 @@ def attention() -> str:
     )
 
 
+def linear() -> str:
+    """Return a table of the milliseconds of a layer's products, a row for each chip and kind of weights."""
+    cases = kept("schedules")["linear"]
+    return table(
+        ("chip, weights", *(f"{part}, ms" for part in next(iter(cases.values())))),
+        [(name, *(f"{ms:.2f}" for ms in parts.values())) for name, parts in cases.items()],
+    )
+
+
 def layer() -> str:
     """Return a table of the milliseconds of each part of a layer, of a step of 5b."""
     (step,) = estimate("network-step-5b-v6e-1")["programs"]
@@ -275,22 +284,13 @@ def pipelines() -> str:
 
 
 def small_chips() -> str:
-    """Return what `pipelines` says of one chip and of eight of v5e, and of one v6e, if it was compiled.
-
-    Of weights in eight bits it has one v5e alone, where they are needed most.
-    """
-    small = re.compile(r"-(v5e-8|v6e-1|v5e-1(-int8|-int8-dynamic)?)$")
-    cases = {case: row for case, row in kept("pipelines")["rows"].items() if small.search(case)}
-    shown = {case: row for case, row in cases.items() if _compiled(case)[1]}
-    columns = ("pipeline", "chips, mesh", "peak, GiB", "peak with offload, GiB", "fits", "a video, s")
-    return _fitting(shown, columns)
+    """Return the rows of `pipelines` for one chip of v5e or v6e, and for eight of v5e."""
+    small = re.compile(r"-(v5e-[18]|v6e-1)(-int8|-int8-dynamic)?$")
+    return _fitting({case: row for case, row in kept("pipelines")["rows"].items() if small.search(case)})
 
 
-def _fitting(found_rows: dict[str, Any], columns: tuple[str, ...] | None = None) -> str:
-    """Return a table with a row for each case, which says whether it fits, with offload if it has to.
-
-    `columns` are the heads of those that it has; None for all.
-    """
+def _fitting(found_rows: dict[str, Any]) -> str:
+    """Return a table with a row for each case, which says whether it fits, with offload if it has to."""
     head = ("pipeline", "chips, mesh", "memory of a device, GiB", "weights, GiB", "peak, GiB")
     rows = []
     for case, found in found_rows.items():
@@ -325,9 +325,9 @@ def _fitting(found_rows: dict[str, Any], columns: tuple[str, ...] | None = None)
                 how,
             )
         )
-    head = (*head, "peak with offload, GiB", "fits", "a video, s", "of these moving, s", "compiled")
-    shown = [head.index(name) for name in columns or head]
-    return starred([head[i] for i in shown], [[row[i] for i in shown] for row in rows])
+    return starred(
+        (*head, "peak with offload, GiB", "fits", "a video, s", "of these moving, s", "compiled"), rows
+    )
 
 
 def _fitting_row(args: argparse.Namespace, plan: dict[str, Any]) -> tuple[str, ...]:
