@@ -4,6 +4,7 @@ The weights of the transformer and of the text encoder go there a tensor at a ti
 weights of such a network.
 """
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -32,6 +33,8 @@ from cogvideox_torchax.vae.checkpoint import (
     read_tensors,
     weight_files,
 )
+
+logger = logging.getLogger("cogvideox_torchax")
 
 Pipeline = TypeVar("Pipeline")
 
@@ -174,6 +177,13 @@ def load_pipeline(
         directory, **{upstream.dtype_option(): dtypes, "variant": variant, **diffusers_options, **networks}
     )
     port_pipeline(pipe, mesh, parallel, weights, offload=offload)
+    config = getattr(pipe.transformer, "config", {})
+    if config.get("sample_height") == config.get("sample_width") == 300:  # as diffusers' script converts 1.5
+        logger.warning(
+            "%s makes videos of 2400 x 2400 pixels, unless a height and a width say otherwise, such as 768 and "
+            "1360 for CogVideoX 1.5",
+            pretrained_model_name_or_path,
+        )
     return pipe
 
 

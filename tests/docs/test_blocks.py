@@ -42,6 +42,9 @@ SMALL = {
     "range(17)": "range(5)",
     "num_frames=17": "num_frames=5",
     "num_frames=49": "num_frames=5, num_inference_steps=2, height=8, width=16",
+    "num_frames=97, num_inference_steps=4": "num_frames=33, num_inference_steps=2, height=8, width=16",
+    "num_inference_steps=4, guidance_scale=1": "num_inference_steps=4, guidance_scale=1, num_frames=5",
+    "sample_height=170, sample_width=96": "sample_height=8, sample_width=4",
     "(1, 16, 13, 60, 90)": "(1, 16, 3, 8, 16)",
     "batch=2, frames=13, height=60, width=90": "batch=2, frames=3, height=4, width=8",
     "tile_sample_min_height=240": "tile_sample_min_height=8",
@@ -70,6 +73,8 @@ def models(tmp_path_factory, small_vae):
     for name, kind in (("CogVideoX-5b", "text"), ("CogVideoX-5b-I2V", "image")):
         pipe = small_pipelines.build(kind, text_encoder=small_pipelines.text_encoder(num_layers=1))
         pipe.save_pretrained(root / name)
+    lora = small_pipelines.build(text_encoder=None, vae=None, tokenizer=None)
+    small_pipelines.save_lora(lora, root / "BLADE" / "cogvideox-5b-psa-lora")
     return root
 
 
@@ -87,7 +92,7 @@ def as_a_reader(tmp_path, in_an_empty_directory):
 def small(text: str, models) -> str:
     for published, replaced in SMALL.items():
         text = text.replace(published, replaced)
-    return re.sub(r"zai-org/(CogVideoX-5b(?:-I2V)?)", lambda match: str(models / match[1]), text)
+    return re.sub(r"(?:zai-org|GYP666)/(CogVideoX-5b(?:-I2V)?|BLADE)", lambda m: str(models / m[1]), text)
 
 
 @pytest.mark.usefixtures("as_a_reader", "torchax_off")
