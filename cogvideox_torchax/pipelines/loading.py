@@ -180,8 +180,7 @@ def load_pipeline(
     config = getattr(pipe.transformer, "config", {})
     if config.get("sample_height") == config.get("sample_width") == 300:  # as diffusers' script converts 1.5
         logger.warning(
-            "%s makes videos of 2400 x 2400 pixels, unless a height and a width say otherwise, such as 768 and "
-            "1360 for CogVideoX 1.5",
+            "%s has a default size of 2400 x 2400 pixels: pass another one, such as height=768, width=1360",
             pretrained_model_name_or_path,
         )
     return pipe

@@ -60,7 +60,9 @@ def test_the_size_of_converted_files_is_warned_of(tmp_path, caplog):
     load_pipeline(tmp_path)
     assert not caplog.messages
     config = tmp_path / "transformer" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"sample_height": 300, "sample_width": 300}))
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"sample_height": 300, "sample_width": 300})
+    )
     load_pipeline(tmp_path)
     assert "2400 x 2400 pixels" in caplog.text
 
