@@ -182,11 +182,11 @@ def test_curl_lines_are_answered(small_vae, tmp_path):
     with served(app) as site:
         send, state, fetch, delete = (functools.partial(curl, line, site) for line in prompts.commands)
         made = json.loads(send())["id"]
-        while json.loads(state(ID=made))["state"] != "done":
+        while json.loads(state(ID=made))["status"] != "completed":
             time.sleep(0.01)
         fetch(ID=made)
         assert video.probe("cat.mp4").num_frames == 5
-        assert delete(ID=made) == ""
+        assert json.loads(delete(ID=made))["deleted"]
         assert "error" in json.loads(state(ID=made))
     z = reference.latents(3, height=2, width=3)
     latent_files.save(Latents(z, dict(small_vae.config), "small", Fraction(8), 9), "clip.safetensors")
