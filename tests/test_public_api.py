@@ -5,6 +5,8 @@ import importlib
 import inspect
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,6 +79,12 @@ def test_a_public_name_is_checked_strictly(name):
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_type_checker_is_told_to_read_the_annotations(package):
     assert (ROOT / package / "py.typed").read_text() == ""
+
+
+def test_importing_the_package_imports_neither_torch_nor_jax():
+    said = "import cogvideox_torchax, sys; print({'torch', 'jax', 'numpy'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", said], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr
 
 
 def sources() -> Iterator[tuple[str, str]]:
