@@ -197,15 +197,6 @@ def attention() -> str:
     )
 
 
-def linear() -> str:
-    """Return a table of the milliseconds of a layer's products, a row for each chip and kind of weights."""
-    cases = kept("schedules")["linear"]
-    return table(
-        ("chip, weights", *(f"{part}, ms" for part in next(iter(cases.values())))),
-        [(name, *(f"{ms:.2f}" for ms in parts.values())) for name, parts in cases.items()],
-    )
-
-
 def layer() -> str:
     """Return a table of the milliseconds of each part of a layer, of a step of 5b."""
     (step,) = estimate("network-step-5b-v6e-1")["programs"]
@@ -285,49 +276,17 @@ def pipelines() -> str:
 
 def small_chips() -> str:
     """Return the rows of `pipelines` for one chip of v5e or v6e, and for eight of v5e."""
-    small = re.compile(r"-(v5e-[18]|v6e-1)(-int8|-int8-dynamic)?$")
-    return _fitting({case: row for case, row in kept("pipelines")["rows"].items() if small.search(case)})
+    return _fitting(re.compile(r"pipeline-.*-(v5e-[18]|v6e-1)(-int8|-int8-dynamic)?$"))
 
 
-def _fitting(found_rows: dict[str, Any]) -> str:
+def _fitting(wanted: re.Pattern[str]) -> str:
     """Return a table with a row for each case, which says whether it fits, with offload if it has to."""
-    head = ("pipeline", "chips, mesh", "memory of a device, GiB", "weights, GiB", "peak, GiB")
-    rows = []
-    for case, found in found_rows.items():
-        args = parsed(CASES[case].split())
-        generation, grid = args.topology.split(":")
-        memory, weights = CHIPS[generation].memory, found["weights"]
-        how, program_peaks, seconds, over = _compiled(case)
-        peak = offload_peak = 0.0
-        if program_peaks:
-            prompt, step, *decoding = program_peaks
-            beside = weights[2] - found["decoder"]  # the VAE's encoder
-            offload_peak = max(prompt, step, max(decoding) + beside)
-            others = prompt - weights[0], step - weights[1], max(decoding) - found["decoder"]
-            peak = sum(weights) + max(others)
-        moving = 0.0
-        # Weights that fit do not tell whether the pipeline does.
-        fits = ("yes" if peak <= memory else "no") if program_peaks else ""
-        if fits == "no" and offload_peak <= memory:  # each network goes to the devices, and back
-            fits, moving = "with offload", 2 * sum(weights) / CHIPS[generation].host_link
-        rows.append(
-            (
-                f"{args.model}, {args.frames} x {args.height} x {args.width}"
-                + (f", {args.weights}" if args.weights else "")
-                + (f", tiles of {args.tiling}" if args.tiling else ""),
-                f"{math.prod(map(int, grid.split('x')))} {generation}, dp={args.dp} tp={args.tp}",
-                f"{memory / GIB:g}",
-                f"{sum(weights) / GIB:.1f}",
-                *(f"{each / GIB:.1f}" if each else "" for each in (peak, offload_peak)),
-                fits,
-                f"{over}{seconds + moving:.1f}" if fits not in ("", "no") else "",
-                f"{moving:.1f}" if moving else "",
-                how,
-            )
-        )
-    return starred(
-        (*head, "peak with offload, GiB", "fits", "a video, s", "of these moving, s", "compiled"), rows
+    head = (
+        *("pipeline", "chips, mesh", "peak, GiB", "peak with offload, GiB", "fits"),
+        "a video, s",
     )
+    cases = [case for case in CASES if wanted.match(case) and (RESULTS / f"{case}.json").exists()]
+    return table(head, [_fitting_row(parsed(CASES[case].split()), estimate(case)) for case in cases])
 
 
 def _fitting_row(args: argparse.Namespace, plan: dict[str, Any]) -> tuple[str, ...]:

@@ -165,27 +165,6 @@ def tiny_vae() -> str:
     )
 
 
-def programs() -> str:
-    """Return the table of the programs of others, which version 0.1.0 ran.
-
-    In its second call no program compiled anything, and no network was left on the host.
-    """
-    return table(
-        ("program", "commit", "devices", "error", "first call, s", "second call, s"),
-        [
-            (
-                row["program"],
-                row["commit"],
-                row["devices"],
-                f"{row['error']:.0e}",
-                f"{row['first_s']:.1f}",
-                f"{row['second_s']:.1f}",
-            )
-            for row in kept("programs_of_others")["rows"]
-        ],
-    )
-
-
 def versions() -> str:
     """Return a table with a row for each set of versions that a part of the tests ran with."""
     shown = ("torch", "torchax", "jax", "diffusers", "transformers")

@@ -28,7 +28,6 @@ from examples import serve, stream_to_browser
 from tests import reference, small_pipelines
 from tests.docs.blocks import PAGES, Block, blocks
 from tests.examples.test_servers import Blank, served
-from tests.files.test_video import write
 from tests.processes import ROOT
 from tests.videos import write
 
