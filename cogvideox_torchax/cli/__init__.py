@@ -80,10 +80,7 @@ def _report_error(error: BaseException, args: argparse.Namespace) -> int:
         isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG  # a name that the user gave
     )
     error_class = "" if wrong_input else f"{type(error).__name__}: "  # a user needs the message alone
-    print(f"cogvideox-torchax {args.command}: {error_class}{_one_line(error)}", file=sys.stderr)
-    return USER_ERROR if wrong_input else FAILURE
-
-
-def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    return text if len(text) <= 600 else f"{text[:300]} ... {text[-300:]} (--traceback shows all)"
+    shown = text if len(text) <= 600 else f"{text[:300]} ... {text[-300:]} (--traceback shows all)"
+    print(f"cogvideox-torchax {args.command}: {error_class}{shown}", file=sys.stderr)
+    return USER_ERROR if wrong_input else FAILURE

@@ -301,8 +301,9 @@ COMMANDS = {
             _sampling("--seed", type=options.seed, help="of the noise (default: 0)"),
             _sampling(
                 "--scheduler",
-                metavar="CLASS",
-                help="diffusers' class of a scheduler, such as CogVideoXDPMScheduler (default: the model's)",
+                metavar="CLASS[:KEY=VALUE,...]",
+                help="diffusers' class of a scheduler, such as "
+                "CogVideoXDPMScheduler:timestep_spacing=trailing (default: the model's)",
             ),
             Option(
                 "--frames",
@@ -329,23 +330,23 @@ COMMANDS = {
             Option(
                 "--lora",
                 metavar="FILE_OR_ID",
-                help="a LoRA for the transformer: a safetensors file, a directory or a hub id",
+                help="a LoRA, which is added to the transformer's weights: a safetensors file, a directory, "
+                "a hub id, or DIRECTORY_OR_ID:FILE",
             ),
             Option("--lora-scale", type=options.number, help="of the LoRA (default: 1)"),
             Option(
                 "--dp",
                 group="several devices",
                 type=options.positive,
-                default=1,
                 help="mesh: devices for the two batches of guidance (default: 1)",
             ),
             Option(
                 "--tp",
                 group="several devices",
                 type=options.positive,
-                default=1,
                 help="mesh: devices for the transformer's tokens (its weights, where this does not divide "
-                "the heads), T5's weights and frames' width (default: 1)",
+                "the heads), T5's weights and frames' width (default: 1, or without guidance all that divide "
+                "the heads)",
             ),
             _many(
                 "--num-videos-per-prompt",

@@ -17,6 +17,19 @@ _OWN = {"coordinator", "processes", "process", "timeout", "quiet", "json", "trac
 """Options that may differ among the processes of a command."""
 
 
+def choose_mesh(args: argparse.Namespace, *, guided: bool, heads: int) -> None:
+    """Set `--dp` and `--tp` of a pipeline where they are not given: to 1, but without guidance.
+
+    Then "dp" would have nothing to split, and all devices that divide the transformer's `heads` are "tp". Of
+    several processes that make one video together, all devices are "tp" in any case.
+    """
+    if not (args.dp or args.tp or args.distributed or guided) and args.ray is None:
+        import jax
+
+        args.tp = max(tp for tp in range(1, jax.local_device_count() + 1) if heads % tp == 0)
+    args.dp, args.tp = args.dp or 1, args.tp or (None if args.distributed and not args.prompts else 1)
+
+
 def mesh_of(args: argparse.Namespace) -> Any:
     """Return the mesh that `--dp` and `--tp` ask for, or None for one device; `ValueError` if none fits."""
     return local_mesh(args.dp, args.tp)

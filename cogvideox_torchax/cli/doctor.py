@@ -2,7 +2,6 @@
 
 import argparse
 import platform
-from collections.abc import Sequence
 from typing import Any
 
 from cogvideox_torchax import runtime
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         runtime.configure_compile_cache()
         cache = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
         report["compile cache"] = cache or "off"
-        report["devices"] = _devices(jax.devices())
+        report["devices"] = ", ".join(f"{one.platform}:{one.id} ({one.device_kind})" for one in jax.devices())
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         report["devices"] = f"none ({reason}); on a machine without a TPU set JAX_PLATFORMS=cpu"
@@ -64,7 +63,3 @@ def run(args: argparse.Namespace) -> int:
     if not args.json and advice:
         print("\n" + "\n".join(f"  - {line}" for line in advice))
     return 0 if report["torchax works"] == "yes" else 1
-
-
-def _devices(devices: Sequence[Any]) -> str:
-    return ", ".join(f"{device.platform}:{device.id} ({device.device_kind})" for device in devices)

@@ -24,6 +24,8 @@ def run(args: argparse.Namespace) -> int | None:
     args.fps = args.fps or model.fps
     request = request_of(args, model)
     generate = Generator(args, model, request)
+    heads = model.transformer["num_attention_heads"]
+    devices.choose_mesh(args, guided=request.guidance_scale > 1, heads=heads)
     return prompts.run(args, generate, lines) if args.prompts else _run_one(args, generate)
 
 

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import math
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
@@ -23,7 +22,7 @@ from safetensors import SafetensorError
 
 from cogvideox_torchax.cli import common, devices, preview
 from cogvideox_torchax.files import faults, latents as latent_files, reports, tensors, video, whole
-from cogvideox_torchax.files.models import locate
+from cogvideox_torchax.files.models import locate_file
 from cogvideox_torchax.pipelines import cache_options
 from cogvideox_torchax.pipelines.description import (
     CLASSES,
@@ -36,10 +35,12 @@ from cogvideox_torchax.pipelines.description import (
     check_inputs,
     check_size,
 )
-from cogvideox_torchax.runtime import host_array, to_torch
+from cogvideox_torchax.runtime import to_torch
 from cogvideox_torchax.vae import memory
 from cogvideox_torchax.versions import TESTED, versions
 
+LORA_FILE = "pytorch_lora_weights.safetensors"
+"""The name under which diffusers saves a LoRA."""
 FORMAT, KEY = "cogvideox-torchax-video/1", "request"
 """The format of a record, and the key, there and in the metadata of a stage's file, of what it depends on."""
 
@@ -149,57 +150,63 @@ def _loading(name: str) -> Iterator[None]:
         raise RequestError(f"cannot load {name}: {' '.join(str(error).split())[:300]}") from error
 
 
-def scheduler_of(name: str, model: Model) -> Any:
-    """Return a scheduler of diffusers' class `name`, made of the config of the model's own scheduler.
+def scheduler_of(choice: str, model: Model) -> Any:
+    """Return a scheduler of diffusers', made of the config of the model's own scheduler.
+
+    `choice` is a class's name, alone or with settings: `CogVideoXDPMScheduler:timestep_spacing=trailing`.
 
     Raises:
-        RequestError: diffusers has no class of that name that is a scheduler for CogVideoX.
+        RequestError: no such class that is a scheduler for CogVideoX, or no such setting; the message has the
+            names that there are.
     """
     import diffusers
 
     own = getattr(diffusers, model.scheduler["_class_name"]).from_config(model.scheduler)
     # diffusers' list of compatible classes lacks those that were made for CogVideoX.
     compatible = (kind.__name__ for kind in own.compatibles)
-    names = {"CogVideoXDDIMScheduler", "CogVideoXDPMScheduler", *compatible}
-    if name not in names:
-        raise RequestError(
-            f"got --scheduler {name}: diffusers has no such scheduler for CogVideoX; it has "
-            f"{', '.join(sorted(names))}"
-        )
-    with _loading(f"the scheduler {name}"):
-        return getattr(diffusers, name).from_config(own.config)
+    classes = {"CogVideoXDDIMScheduler", "CogVideoXDPMScheduler", *compatible}
+    name, _, text = choice.partition(":")
+    settings = {key: value for key, _, value in (each.partition("=") for each in text.split(",")) if key}
+    kind = getattr(diffusers, name) if name in classes else type(own)
+    known = {key for key in kind.from_config(own.config).config if not key.startswith("_")}
+    for got, names in ((name, classes), *((key, known) for key in settings)):
+        if got not in names:
+            raise RequestError(
+                f"got --scheduler {choice}: for CogVideoX there is no {got}, but {', '.join(sorted(names))}"
+            )
+    with _loading(f"the scheduler {choice}"):
+        scheduler = kind.from_config(own.config, **{key: _value(text) for key, text in settings.items()})
+        scheduler.set_timesteps(2)  # for its error
+    return scheduler
+
+
+def _value(text: str) -> Any:
+    """Return the value that a setting's text has in JSON, such as a number or true; else the text."""
+    try:
+        return reports.parse(text)
+    except ValueError:
+        return text
 
 
 def _lora(name: str, model: Model) -> tuple[Path, str]:
-    """Return the file or the directory of a LoRA for a model's transformer, and a hash of its weights.
-
-    `name` is a safetensors file, a directory with one, or a hub id, whose files are downloaded.
+    """Return the file of a LoRA for a model's transformer, and a hash of it; `name` is as in `locate_file`.
 
     Raises:
-        RequestError: there is no such file, it cannot be read, or it has no weights for the transformer.
-        ModelError: the hub has no such id.
+        RequestError: the file cannot be read, or has no weights for the transformer.
+        ModelError: there is no such file.
     """
     import diffusers
 
-    path = Path(name).expanduser()
-    is_hub_id = re.fullmatch(r"[^./~][^/]*/[^/]+(?<!\.safetensors)", name)  # OWNER/NAME
-    if not (path.exists() or is_hub_id):
-        raise RequestError(f"there is no LoRA {name}: give a safetensors file, its directory, or a hub id")
-    path = path if path.is_file() else locate(name, files=("*.safetensors",))
+    path = locate_file(name, LORA_FILE)
     with _loading(f"the LoRA {name}"):
-        weights, metadata = getattr(diffusers, CLASSES[model.kind]).lora_state_dict(
-            path, use_safetensors=True, return_lora_metadata=True
-        )
+        weights = getattr(diffusers, CLASSES[model.kind]).lora_state_dict(path, use_safetensors=True)
     # diffusers would only log a warning, and generate without the LoRA.
     if not any(key.startswith("transformer.") and "lora" in key for key in weights):
         raise RequestError(
             f"cannot load the LoRA {name}: none of its weights is one of a LoRA for CogVideoX's transformer, "
             "as diffusers names them, such as transformer.transformer_blocks.0.attn1.to_q.lora_A.weight"
         )
-    digest = hashlib.sha256(repr(metadata).encode())  # such as a rank and an alpha
-    for key, weight in sorted(weights.items()):
-        digest.update(key.encode() + host_array(weight).tobytes())
-    return path, digest.hexdigest()
+    return path, hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 class Stage(enum.IntEnum):
@@ -336,6 +343,8 @@ class Generator:
             **({"text_encoder": None, "tokenizer": None} if begun == Stage.TEXT else {}),
             **({"transformer": None, "vae": None} if self.until == Stage.TEXT else {}),
         }
+        if self._lora and self.until > Stage.TEXT:
+            parts["transformer"] = self._with_lora()
         with _loading(name):
             self._pipe: Any = load_pipeline(
                 name,
@@ -348,10 +357,6 @@ class Generator:
             )
         if self.until == Stage.TEXT:
             return
-        if self._lora:
-            with _loading(f"the LoRA {self._lora}"):
-                self._pipe.load_lora_weights(self._lora, adapter_name="lora", use_safetensors=True)
-                self._pipe.set_adapters("lora", self._lora_scale)
         if args.cache:
             config = self._cache_config(timestep=lambda: self._pipe.current_timestep)
             self._pipe.transformer.enable_cache(config)
@@ -363,6 +368,23 @@ class Generator:
                 if group.is_first
                 else lambda _: None  # the other processes make the same calls
             )
+
+    def _with_lora(self) -> Any:
+        """Return the transformer in PyTorch, the LoRA added to its weights before they are rounded."""
+        import diffusers
+
+        kind = getattr(diffusers, CLASSES[self.model.kind])
+        with _loading(f"the LoRA {self._lora}"):
+            transformer: Any = diffusers.CogVideoXTransformer3DModel.from_pretrained(
+                self.model.name, subfolder="transformer", torch_dtype=getattr(torch, self.request.dtype)
+            )
+            weights, metadata = kind.lora_state_dict(
+                self._lora, use_safetensors=True, return_lora_metadata=True
+            )
+            kind.load_lora_into_transformer(weights, transformer, adapter_name="lora", metadata=metadata)
+            transformer.fuse_lora(self._lora_scale)
+            transformer.unload_lora()
+        return transformer
 
     def __call__(self, wanted: Video) -> None:
         """Make a video, or its stages up to `--until`, from the last stage that is there."""

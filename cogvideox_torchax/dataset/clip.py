@@ -262,8 +262,6 @@ def read(clip: Clip, config: ClipConfig, scale: int, at_most: int | None = None)
         VideoError: the video cannot be read.
         ClipError: the clip is too short or too small, or of another size than the config asks for.
     """
-    if not isinstance(clip, Clip):
-        raise ClipError(f"got a {type(clip).__name__}: give a Clip(id, source)")
     info, fps = video.Video(clip.source), kinds.frame_rate(config.fps) if config.fps else None
     longest = max((bucket.frames for bucket in config.buckets), default=None)
     if config.windows:

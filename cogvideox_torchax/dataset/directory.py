@@ -104,8 +104,7 @@ class OutputDirectory:
 
 def check_settings(found: Any, wanted: dict[str, Any], where: Path) -> None:
     """Raise `OutputError`, which names the differences, unless `where` has the `wanted` settings."""
-    if not isinstance(found, dict):
-        raise OutputError(f"{where} does not say by which settings it was made: give another directory")
+    found = found if isinstance(found, dict) else {}
     differing = [
         f"{name} is {reprlib.repr(found.get(name))} there and {reprlib.repr(value)} here"
         for name, value in wanted.items()

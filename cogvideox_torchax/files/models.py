@@ -79,6 +79,38 @@ def _snapshot(repository: str, patterns: list[str], hub_options: dict[str, Any])
         raise not_on_hub(repository, error) from error
 
 
+def locate_file(name: str, default: str) -> Path:
+    """Return the path of a file, which is downloaded if it is on the hub.
+
+    Args:
+        name: the file; or a directory or a hub id, alone or with ":" and the file's path in it.
+        default: the path in a directory or a repository that is named alone.
+
+    Raises:
+        ModelError: there is no such file; the message names the .safetensors files that are there.
+    """
+    if Path(name).expanduser().is_file():
+        return Path(name).expanduser()
+    repository, _, part = name.partition(":")
+    directory, file = local(repository), part or default
+    if directory is not None:
+        there = [path.relative_to(directory).as_posix() for path in directory.rglob("*")]
+        if file in there:
+            return directory / file
+    else:
+        import huggingface_hub
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+        try:
+            return Path(huggingface_hub.hf_hub_download(repository, file))
+        except (OSError, ValueError, EntryNotFoundError) as error:
+            if not isinstance(error, EntryNotFoundError) or isinstance(error, LocalEntryNotFoundError):
+                raise not_on_hub(repository, error) from error
+        there = huggingface_hub.list_repo_files(repository)
+    files = ", ".join(sorted(each for each in there if each.endswith(".safetensors")))
+    raise ModelError(f"{repository} has no file {file}: give one of its files as {repository}:FILE ({files})")
+
+
 def not_on_hub(repository: str, error: Exception) -> ModelError:
     """Return the error for a repository that neither the hub nor its cache has."""
     # The first sentence: huggingface_hub goes on with addresses and advice of its own.

@@ -108,9 +108,8 @@ def locked(path: str | Path, whole: str | Path | None = None, *, wait: float = 0
     # Not of one thread: an output may be completed by another thread than began it.
     lock = filelock.FileLock(place, thread_local=False)
     try:
-        with contextlib.suppress(filelock.Timeout):
-            lock.acquire(timeout=0)
-        lock.acquire(timeout=wait)  # again, as its owner may just have removed the file of the lock
+        # More than once, as its owner may just have removed the file of the lock.
+        lock.acquire(timeout=max(wait, 0.1), poll_interval=0.02)
     except filelock.Timeout as error:
         raise LockedError(
             f"cannot write {whole or path}: another run is writing it; wait for it, or end it"

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from diffusers import CogVideoXDPMScheduler
+from huggingface_hub.errors import EntryNotFoundError
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from cogvideox_torchax import cli, make_mesh, port
+from cogvideox_torchax import cli, port
 from cogvideox_torchax.cli import common, devices, generation, prompts
-from cogvideox_torchax.files import latents, video, whole
+from cogvideox_torchax.files import latents, video
 from cogvideox_torchax.pipelines import description, loading
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
 from cogvideox_torchax.vae.directions import DECODE
@@ -82,20 +83,64 @@ def test_the_frames_are_those_of_stock_diffusers(models, name, mesh):
     assert np.abs(pictures("frames") - want).max() <= 1
 
 
-def test_a_scheduler_and_a_lora_are_taken_as_stock_diffusers_takes_them(models):
-    made, stock = (small_pipelines.CLASSES["text"].from_pretrained(models("text")) for _ in range(2))
-    small_pipelines.save_lora(made, "lora")
-    stock.scheduler = CogVideoXDPMScheduler.from_config(stock.scheduler.config)
-    stock.load_lora_weights("lora", adapter_name="mine")
-    wanted = {}
-    for scale in (0.5, 1.0):
-        stock.set_adapters(["mine"], [scale])
-        wanted[scale] = made_by(stock)
-    lora = ("--lora", "lora", "--lora-scale", 0.5)
-    assert generate(models("text"), "--scheduler", "CogVideoXDPMScheduler", *lora) == 0
-    got = pictures("frames")
-    assert np.abs(got - wanted[0.5]).max() <= 1
-    assert np.abs(got - wanted[1.0]).max() > 1
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_a_scheduler_its_settings_and_a_lora_are_taken_as_stock_diffusers_takes_them(models, weights):
+    pipe = small_pipelines.CLASSES["text"].from_pretrained(models("text"))
+    small_pipelines.save_lora(small_pipelines.one_layer(), "hub/folder")
+    pipe.scheduler = CogVideoXDPMScheduler.from_config(pipe.scheduler.config, timestep_spacing="leading")
+    pipe.load_lora_weights("hub/folder", adapter_name="mine")
+    pipe.fuse_lora(lora_scale=0.5)
+    pipe.unload_lora_weights()
+    wanted = made_by(port(pipe, weights=weights) if weights else pipe)
+    lora = ("--lora", "hub:folder/pytorch_lora_weights.safetensors")
+    scheduler = ("--scheduler", "CogVideoXDPMScheduler:timestep_spacing=leading")
+    for scale, differs in ((0.5, False), (1.0, True)):
+        more = ("--lora-scale", scale, *(() if weights is None else ("--weights", weights)))
+        assert generate(models("text"), *scheduler, *lora, *more, output=f"a{differs}") == 0
+        assert (np.abs(pictures(f"a{differs}") - wanted).max() > 1) == differs
+    record = json.loads(Path("aTrue.json").read_text())
+    assert record["request"]["scheduler"] == scheduler[1]
+
+
+def test_a_lora_in_a_folder_of_the_hub_is_downloaded_or_those_that_are_there_are_named(models, refused):
+    small_pipelines.save_lora(small_pipelines.one_layer(), "hub/folder")
+    there, download = "folder/pytorch_lora_weights.safetensors", Mock()
+
+    def fetched(repository, file):
+        download(repository, file)
+        if file != there:
+            raise EntryNotFoundError(file)
+        return f"hub/{file}"
+
+    with (
+        patch("huggingface_hub.hf_hub_download", fetched),
+        patch("huggingface_hub.list_repo_files", lambda _: ["README.md", there, "b.safetensors"]),
+    ):
+        assert generation._lora(f"some/loras:{there}", description.describe(models("text"), clip=False))
+        said = refused(*arguments(models("text"), "--lora", "some/loras"))
+    assert [call.args for call in download.call_args_list] == [
+        ("some/loras", there),
+        ("some/loras", "pytorch_lora_weights.safetensors"),
+    ]
+    assert "some/loras has no file pytorch_lora_weights.safetensors: give one of its files as" in said
+    assert f"some/loras:FILE (b.safetensors, {there})" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "mesh"),
+    [
+        (["--guidance-scale", 1], (1, 8)),
+        (["--guidance-scale", 1, "--dp", 2], (2, 1)),
+        ([], (1, 1)),
+        (["--tp", 4], (1, 4)),
+    ],
+)
+def test_without_guidance_all_devices_share_one_pass(models, more, mesh, monkeypatch):
+    monkeypatch.setattr(generation.Generator, "load", lambda _, group, __: pytest.fail(str(group.mesh)))
+    found = Mock(side_effect=ArithmeticError)
+    monkeypatch.setattr(devices, "local_mesh", found)
+    assert generate(models("text"), *more) == 1
+    assert found.call_args.args == mesh
 
 
 @pytest.mark.slow
@@ -166,7 +211,7 @@ CONDITIONED = {
 def test_a_conditioned_video_is_that_of_its_text_and_is_made_again_for_another_input(
     models, steps, name, more
 ):
-    given = ["--guidance-scale", 1, "--num-inference-steps", 4, *more]
+    given = ["--guidance-scale", 1, "--tp", 1, "--num-inference-steps", 4, *more]
     assert generate(models(name), *given, output="a.mp4") == 0
     whole = steps.call_count
     assert generate(models(name), *given, "--until", "text", output="frames") == 0
@@ -192,16 +237,6 @@ def test_a_failed_decode_loses_nothing(models, steps, capsys):
     assert len(pictures("my frames")) == small_pipelines.FRAMES
     beside = {"my frames.json", "my frames.latents.safetensors"}
     assert {path.name for path in Path().glob("my*")} == {"my frames", *beside}
-
-
-def test_latents_that_are_there_are_decoded_on_the_mesh_that_is_asked_for(models, monkeypatch):
-    monkeypatch.setattr(common, "load_vae", lambda *given: given)
-    args = cli.parser().parse_args([*arguments(models("text"), "--tp", 4), "--fps", "8"])
-    model = description.describe(args.model, clip=False)
-    generator = generation.Generator(args, model, generation.request_of(args, model))
-    with devices.process_group(args) as group:
-        generator.load(group, generation.Stage.LATENTS)
-    assert generator._vae == (args.model, "torchax", "float32", make_mesh(1, 4))
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -272,16 +307,34 @@ BAD = {
     "a scheduler's name": (
         "text",
         ["--scheduler", "CogVideoXDMPScheduler"],
-        "no such scheduler for CogVideoX; it has CogVideoXDDIMScheduler, CogVideoXDPMScheduler, D",
+        "there is no CogVideoXDMPScheduler, but CogVideoXDDIMScheduler, CogVideoXDPMScheduler, D",
     ),
-    "a scheduler of flows": ("text", ["--scheduler", "FlowMatchEulerDiscreteScheduler"], "no such scheduler"),
-    "no such LoRA": ("text", ["--lora", "none.safetensors"], "there is no LoRA none.safetensors: give"),
-    "no such LoRA's directory": (
+    "a scheduler of flows": ("text", ["--scheduler", "FlowMatchEulerDiscreteScheduler"], "there is no Flow"),
+    "a scheduler's setting": (
         "text",
-        ["--lora", "some/where/none"],
-        "there is no LoRA some/where/none: g",
+        ["--scheduler", "CogVideoXDPMScheduler:timestep_spacing=trailing,spacing=3"],
+        "there is no spacing, but beta_end, beta_schedule, beta_start, .*timestep_spacing",
     ),
-    "no such LoRA's name": ("text", ["--lora", "nonexisting"], "there is no LoRA nonexisting: give a safete"),
+    "a setting's value": (
+        "text",
+        ["--scheduler", "CogVideoXDPMScheduler:timestep_spacing=behind"],
+        "cannot load the scheduler CogVideoXDPMScheduler:timestep_spacing=behind: behind is not supported",
+    ),
+    "no such LoRA": (
+        "text",
+        ["--lora", "none.safetensors"],
+        "there is no model directory none.safetensors: ",
+    ),
+    "no such LoRA's name": (
+        "text",
+        ["--lora", "some/lora:a/b"],
+        "cannot load some/lora from the hub, nor fr",
+    ),
+    "no such file of a LoRA": (
+        "text",
+        ["--lora", ".:folder/lora.safetensors"],
+        r"has no file folder/lora.safetensors: give one of its files as .:FILE \(broken.safetensors, oth",
+    ),
     "not a LoRA's file": ("text", ["--lora", "picture.png"], "cannot load the LoRA picture.png: "),
     "a broken LoRA": ("text", ["--lora", "broken.safetensors"], "cannot load the LoRA broken.safetensors: "),
     "another model's LoRA": ("text", ["--lora", "other.safetensors"], "one of a LoRA for CogVideoX's trans"),
@@ -303,10 +356,6 @@ def test_wrong_input_is_one_line_before_any_weight_is_loaded(models, name, more,
     said = refused(*arguments(model, *more))
     assert re.search(words, said), said
     assert not Path("frames").exists()
-
-
-def test_a_prompt_is_needed(models, refused):
-    assert "give --prompt" in refused("generate", "--model", models("text"), "-o", "frames")
 
 
 # Many prompts
@@ -584,14 +633,6 @@ def test_videos_of_other_settings_are_refused_and_those_of_the_same_model_by_ano
     assert "prompts" in refused(*arguments("m1", "--num-videos-per-prompt", 2))
 
 
-@pytest.mark.usefixtures("nothing_made")
-def test_comments_are_no_prompts(models):
-    Path("PROMPTS.TXT").write_text("a cat\n# a\n // b\n;c\n")
-    with patch.object(prompts.PromptDirectory, "add", autospec=True) as add:
-        assert cli.main(many(models("text"), "--prompts", "PROMPTS.TXT")) == 0
-    assert [call.args[3].request.prompt for call in add.call_args_list] == ["a cat"]
-
-
 def test_the_stages_of_many_prompts_are_gone_on_from(models, steps):
     Path("prompts.txt").write_text("a panda\n\nthe sea\n")
     command = many(models("text"), "--prompts", "prompts.txt")
@@ -609,8 +650,9 @@ def test_the_stages_of_many_prompts_are_gone_on_from(models, steps):
 
 
 @pytest.mark.usefixtures("nothing_made")
-def test_a_line_is_taken_as_pandas_writes_it(models):
+def test_a_line_is_taken_as_pandas_writes_it_and_comments_are_no_prompts(models):
     lines = [
+        *("# a", " // b", ";c"),
         '{"prompt": "a", "seed": 42.0, "negative_prompt": null, "id": null, "guidance_scale": 3}',
         '{"prompt": "b", "num_inference_steps": 3.0}',
         '{"prompt": "c", "num_inference_steps": 4}',
@@ -619,15 +661,7 @@ def test_a_line_is_taken_as_pandas_writes_it(models):
     with patch.object(prompts.PromptDirectory, "add", autospec=True) as add:
         assert cli.main(many(models("text"), "--prompts", "prompts.JSONL")) == 0
     made = [call.args[3].request for call in add.call_args_list]
-    assert [(each.seed, each.num_inference_steps) for each in made] == [(42, 2), (1000, 3), (2000, 4)]
-
-
-@pytest.mark.usefixtures("nothing_made")
-def test_of_two_runs_in_one_directory_the_second_names_the_directory(models, refused):
-    Path("prompts.jsonl").write_text(LINES[0])
-    assert cli.main(many(models("text"))) == 0
-    with whole.locked("out/failed-prompts.jsonl-0"):
-        assert "cannot write out: another run is writing it" in refused(*many(models("text")))
+    assert [(each.seed, each.num_inference_steps) for each in made] == [(42, 2), (4000, 3), (5000, 4)]
 
 
 @pytest.mark.slow

@@ -10,9 +10,12 @@ from unittest.mock import MagicMock, Mock
 
 import nbclient
 import nbformat
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from cogvideox_torchax import cli
 from cogvideox_torchax.files import video
 from cogvideox_torchax.pipelines import description
 from examples import serve, stream_to_browser
@@ -67,6 +70,25 @@ def test_image_to_video_with_a_lora_differs_from_the_one_without(saved, monkeypa
     with_it, without = read_all("cat.mp4"), read_all("cat-without.mp4")
     assert with_it.shape == without.shape == (1, 3, 5, 8, 16)
     assert not torch.equal(with_it, without)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+def test_four_steps_with_a_lora_are_those_of_stock_diffusers(saved, monkeypatch):
+    model, lora = saved("text", "2b"), "lora/pytorch_lora_weights.safetensors"
+    small_pipelines.save_lora(small_pipelines.one_layer("text", "2b"), "lora")
+    given = ("--model", model, "--lora", "lora", "--file", Path(lora).name, "--frames", 5, "-o", "panda")
+    run("few_steps.py", monkeypatch, "a panda", *given)
+    options = ("--prompt", "a panda", "--model", model, "--lora", lora, "--frames", 5, "--steps", 4)
+    scheduler = "CogVideoXDPMScheduler:timestep_spacing=trailing"
+    few = ("--guidance-scale", 1, "--scheduler", scheduler, "--quiet", "-o", "command")
+    assert cli.main(["generate", *map(str, (*options, *few))]) == 0
+    by_python, by_command = (
+        np.stack([np.asarray(Image.open(path), int) for path in sorted(Path(name).iterdir())])
+        for name in ("panda", "command")
+    )
+    assert len(by_python) == 5
+    assert np.abs(by_python - by_command).max() <= 1
 
 
 def test_a_folder_is_encoded_and_read_by_a_trainer_without_its_bad_clip(
@@ -180,9 +202,9 @@ def test_a_notebook_outside_a_checkout_takes_the_bundled_pipeline_of_the_install
 def test_a_notebook_of_small_chips_runs_from_top_to_bottom_on_a_cpu(name):
     client, cells = tiny_notebook(name)
     asyncio.run(client.async_execute())  # which closes its event loop, as `execute` does not
-    _install, load, make, again, measure = shown(cells)
+    _install, load, make, again, few, measure = shown(cells)
     assert load.count("CpuDevice") == (8 if "eight" in name else load.count("CpuDevice"))
-    for text, path in ((make, "first.mp4"), (again, "second.mp4")):
+    for text, path in ((make, "first.mp4"), (again, "second.mp4"), (few, "few.mp4")):
         assert "9 frames in " in text
         assert video.probe(path).num_frames == 9
     assert "device-quick/device.json to a new issue" in measure
@@ -198,7 +220,7 @@ def test_a_notebook_of_small_chips_runs_from_top_to_bottom_on_a_cpu(name):
 @pytest.mark.slow
 def test_an_interrupt_stops_a_notebooks_video_between_steps_and_the_next_cell_works():
     client, cells = tiny_notebook("one_chip")
-    install, load, make, again, _measure = cells
+    install, load, make, again, _few, _measure = cells
     # The last step ends with the interrupt: the video cannot be done before.
     own = "        if step % 5 == 4:\n"
     assert own in cells[make].source
