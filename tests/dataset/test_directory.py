@@ -202,7 +202,7 @@ def test_a_text_in_utf_8_gives_ids_and_captions(tmp_path, name, text, wanted):
 
 def test_linked_folders_are_followed_once_and_hidden_and_discarded_files_are_left_out(tmp_path):
     taken = ["in/a.mp4", "in/b.FLV", "in/sub/c.mp4", "other/d.m2ts", "in/.own/e.safetensors"]
-    discarded = ["._a.mp4", ".Trash-1000/x.mp4", ".ipynb_checkpoints/a.mp4", "__MACOSX/x.mp4"]
+    discarded = [".a.partial/x", "._a.mp4", ".Trash-1000/x.mp4", ".ipynb_checkpoints/a.mp4", "__MACOSX/x.mp4"]
     for name in (*taken, *(f"in/{name}{end}" for name in discarded for end in ("", ".safetensors"))):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -256,14 +256,6 @@ def test_a_directory_of_latents_becomes_a_directory_of_videos(small, encoded, tm
         (tmp_path / "out" / "b.mp4").unlink()
 
 
-def test_latents_are_found_in_folders_of_any_name_but_those_in_the_making(tmp_path):
-    kept = ["work/a.mp4.safetensors", ".b/a.mp4.safetensors"]
-    for name in (*kept, ".a.mp4.partial/00000.safetensors", "a.tar"):
-        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
-        (tmp_path / name).touch()
-    assert sorted(sources.latent_files(tmp_path)) == sorted(tmp_path / name for name in kept)
-
-
 def test_an_id_without_a_place_of_its_own_below_the_output_is_bad(tmp_path, monkeypatch):
     ids = ["cat", "cat.mp4", "../../escaped", "/escaped", "a/../../escaped", "", None]
     files = [Path(f"{number}.safetensors") for number in range(len(ids))]
@@ -300,19 +292,6 @@ def test_one_id_of_two_files_is_named_and_each_clip_is_one_process_s(encoded, tm
     (tmp_path / "out/b.mp4").touch()
     videos = VideoDirectory(tmp_path / "out", sources.latent_files(tmp_path / "in/one"))
     assert (videos.bad, videos.done_before) == ({}, 1), "another process made it"
-
-
-def test_a_truncated_file_is_named_and_the_others_are_decoded(encoded, tmp_path, capsys):
-    shutil.copytree(encoded / "latents", tmp_path / "in")
-    path = tmp_path / "in/a.mp4.safetensors"
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    (tmp_path / "in" / "other").mkdir()
-    shutil.copy(path, tmp_path / "in" / "other")  # another of the same name
-    assert cli.main(["decode", str(tmp_path / "in"), "-o", str(tmp_path / "out"), *OPTIONS]) == 1
-    said = capsys.readouterr().err
-    assert f"{path} is truncated" in said
-    assert "bad clips left out: 2;" in said
-    assert len(list((tmp_path / "out").rglob("*.mp4"))) == 4
 
 
 def test_videos_of_other_weights_or_rates_are_refused_in_the_same_directory(

@@ -19,7 +19,7 @@ from hypothesis import strategies
 
 from cogvideox_torchax import cli
 from cogvideox_torchax.dataset import EncodeClip, formats, sources
-from cogvideox_torchax.dataset.directory import LatentDirectory, VideoDirectory
+from cogvideox_torchax.dataset.directory import LatentDirectory
 from cogvideox_torchax.files import kinds, latents as latent_files
 from tests.broken import DEEP, texts
 from tests.dataset.conftest import GOOD, OPTIONS, pack, tree
@@ -193,14 +193,3 @@ def test_a_list_is_encoded_or_refused(small, holds):
             list(LatentDirectory(directory / str(windows), unit, clips).work())
 
     holds(check, strategies.lists(texts(good) | texts({"path": "a.mp4"}), min_size=1, max_size=3))
-
-
-def test_a_state_is_taken_or_refused(holds, encoded):
-    document = {"format": VideoDirectory.FORMAT, "settings": {"fps": None}}
-    path = encoded / "latents/a.mp4.safetensors"
-
-    def check(directory, text):
-        (directory / "videos.json").write_bytes(text)
-        VideoDirectory(directory, [path]).save_or_check_settings({})
-
-    holds(check, texts(document))

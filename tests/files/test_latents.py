@@ -77,17 +77,6 @@ def test_metadata_that_is_broken_or_another_programs_is_refused(tmp_path, metada
 
 
 TEXTS = JUNK.map(json.dumps) | st.text(max_size=9) | st.sampled_from([DEEP, '{"a":' * 10**5, "9" * 5000])
-DTYPES = ["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E8M0", "F4", "I64", "I8", "U16", "BOOL", "C64", "none"]
-SIZES = st.sampled_from([0, 1, 2, 3, 2**31, 2**63, 2**70, -1])
-
-
-def edited(fields):
-    """Return a strategy for the same fields of text, some of them missing or changed."""
-    return st.builds(
-        lambda new, left_out: {name: text for name, text in (fields | new).items() if name not in left_out},
-        st.dictionaries(st.sampled_from(sorted(fields)), TEXTS, max_size=2),
-        st.sets(st.sampled_from(sorted(fields)), max_size=1),
-    )
 
 
 METADATA = near(FIELDS).map(lambda fields: {latents.KEY: json.dumps(fields)}) | TEXTS.map(
@@ -97,27 +86,13 @@ METADATA = near(FIELDS).map(lambda fields: {latents.KEY: json.dumps(fields)}) | 
 
 @st.composite
 def broken(draw, metadata):
-    """Draw the bytes of a safetensors file: cut, with bytes changed, or with a header that lies."""
+    """Draw the bytes of a safetensors file: cut, or with bytes changed."""
     data = save({latents.TENSOR: torch.ones(1, 16, 1, 2, 3)}, metadata)
-    kind = draw(st.sampled_from(["cut", "bytes", "header"]))
-    if kind == "cut":
+    if draw(st.booleans()):
         return data[: draw(st.integers(0, len(data) - 1))]
-    if kind == "bytes":
-        for place in draw(st.lists(st.integers(0, len(data) - 1), min_size=1, max_size=4)):
-            data = data[:place] + bytes([draw(st.integers(0, 255))]) + data[place + 1 :]
-        return data
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    about = near(header[latents.TENSOR]) | st.fixed_dictionaries(
-        {
-            "dtype": st.sampled_from(DTYPES),
-            "shape": st.lists(SIZES, max_size=6),
-            "data_offsets": st.lists(SIZES | st.just(384), min_size=2, max_size=2),
-        }
-    )
-    header[latents.TENSOR] = draw(about)
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + data[8 + length :]
+    for place in draw(st.lists(st.integers(0, len(data) - 1), min_size=1, max_size=4)):
+        data = data[:place] + bytes([draw(st.integers(0, 255))]) + data[place + 1 :]
+    return data
 
 
 @pytest.mark.parametrize("examples", [50, pytest.param(500, marks=pytest.mark.slow)])

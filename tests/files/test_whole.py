@@ -1,7 +1,6 @@
 """Files are whole or not there: of killed writers, of two at a time, on a full disk."""
 
 import contextlib
-import errno
 import fcntl
 import os
 import resource
@@ -9,7 +8,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
@@ -137,16 +135,6 @@ def test_a_writer_that_ends_while_the_next_one_opens_its_lock_is_left_alone(
     with other, pytest.raises(LockedError) if another_begins else contextlib.nullcontext():
         write(path)
     assert files_in(tmp_path) == {"a": "other" if another_begins else "mine"}
-
-
-@pytest.mark.filterwarnings("ignore:flock not supported")
-def test_without_locks_of_the_file_system_a_second_writer_is_refused_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, "no locks")))
-    with whole_file(tmp_path / "a") as place:
-        with pytest.raises(LockedError):
-            write(tmp_path / "a")
-        place.write_text("mine")
-    assert files_in(tmp_path) == {"a": "mine"}
 
 
 @pytest.mark.parametrize("directory", [False, True], ids=["file", "directory"])
