@@ -93,7 +93,7 @@ def register() -> Any:
     views.share_views(tensor_class, slice_class)
     torchax.tensor.Environment.dispatch = _dispatch(torchax.tensor.Environment.dispatch)
     upstream.add_python_device(
-        {"empty.memory_format": _empty, "empty_strided": _empty_strided, "_to_copy": _to_copy}
+        {"empty.memory_format": _empty, "empty_strided": _empty, "_to_copy": _to_copy}
         | {name: functools.partial(_made_on_host, name) for name in OF_UNKNOWN_SIZE}
     )
     return torchax
@@ -142,39 +142,24 @@ OF_UNKNOWN_SIZE = (
 """The factories that PyTorch makes by resizing an empty tensor, whose size a wrapper of torchax's keeps."""
 
 
-def _empty(size: Any, dtype: Any = None, *_: Any, memory_format: Any = None, **__: Any) -> Any:
-    result = _zeros(size, dtype)
-    if memory_format is not None:
-        views.set_strides(result, result, memory_format=memory_format)
-    return result
+@without_jax_checks
+def _empty(size: Any, *_strides: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
+    import jax.numpy as jnp
+
+    torchax = import_torchax()
+    jax_dtype = torchax.ops.mappings.t2j_dtype(dtype or torch.get_default_dtype())
+    return torchax.interop.torch_view(jnp.zeros(tuple(size), jax_dtype))
 
 
-def _empty_strided(size: Any, stride: Any, dtype: Any = None, *_: Any, **__: Any) -> Any:
-    result = _zeros(size, dtype)
-    views.set_strides(result, torch.empty_strided(size, stride, device="meta"))
-    return result
-
-
-def _to_copy(source: Any, *, dtype: Any = None, **options: Any) -> Any:
+def _to_copy(source: Any, *, dtype: Any = None, **_: Any) -> Any:
     """Copy a plain tensor to JAX."""
-    result = to_jax(source if dtype is None else source.to(dtype))
-    views.set_strides(result, source, **views.ordered(options))
-    return result
+    return to_jax(source if dtype is None else source.to(dtype))
 
 
 def _made_on_host(name: str, *args: Any, **options: Any) -> Any:
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
     return to_jax(operator(*args, **options | {"device": torch.device("cpu")}))
-
-
-@without_jax_checks
-def _zeros(size: Any, dtype: torch.dtype | None) -> Any:
-    import jax.numpy as jnp
-
-    torchax = import_torchax()
-    jax_dtype = torchax.ops.mappings.t2j_dtype(dtype or torch.get_default_dtype())
-    return torchax.interop.torch_view(jnp.zeros(tuple(size), jax_dtype))
 
 
 # An operation on tensors on JAX
@@ -372,22 +357,15 @@ def _without_jax_tensors(func: Any, args: Any, options: Any, tensors: list[Any],
         if kind == "cpu":
             return func(*args, **options)
         return _on_host(func, args, options, []) if _is_random(func) and not tensors else run(args, options)
-    if tensors and not (is_move and kind == "meta"):
-        if not is_move or kind in ("None", "cpu"):
-            return func(*args, **options)
-        result = run(args, dict(options))
-        views.set_strides(result, args[0], **views.ordered(options))
-        return result
+    if tensors and (not is_move or kind in ("None", "cpu")):
+        return func(*args, **options)
     kind = torch.get_default_device().type if device is None else kind
     if kind in ("cpu", "meta"):
         with no_dispatch():
             return func(*args, **options)
     if func in DRAWS:
         return func(*args, **options | {"device": "jax"})
-    result = run(args, dict(options))
-    if on_jax(result):
-        views.set_strides(result, result, **views.ordered(options))
-    return result
+    return run(args, dict(options))
 
 
 DRAWS = (torch.randn, torch.rand, torch.randint)
@@ -436,11 +414,7 @@ def _on_host(func: Any, args: Any, options: Any, written: list[Any]) -> Any:
     given = {id(host): tensor for tensor, host in hosts.values()}
 
     def returned(host: torch.Tensor) -> Any:
-        if id(host) in given or stays:
-            return given.get(id(host), host)
-        result = to_jax(host)
-        views.set_strides(result, host)
-        return result
+        return given.get(id(host), host) if id(host) in given or stays else to_jax(host)
 
     return pytree.tree_map_only(torch.Tensor, returned, results)
 

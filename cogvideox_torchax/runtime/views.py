@@ -6,7 +6,7 @@ So torchax alone loses the write `x.transpose(1, 2)[:, ::2] *= 0.5` without a wo
 tensor know the tensors that would share its storage in PyTorch, and updates them after a write.
 
 A tensor's *layout* is a tensor on torch's "meta" device, which has no values. Its shape, strides and offset
-say where in the storage each element of the tensor lies.
+say where in the storage each element of the tensor lies. A tensor that is no view is contiguous.
 """
 
 import operator
@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
 from cogvideox_torchax.runtime.host import (
-    PLAIN,
     device_and_dtype,
     is_in_host_memory,
     is_jax_device,
@@ -92,10 +91,8 @@ def _are_alike(layout: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def layout_of(source: Any) -> torch.Tensor:
-    """Return the layout of a tensor; a tensor on JAX without one gets a storage of its own, contiguous."""
+    """Return the layout of a tensor on JAX; one without gets a storage of its own, contiguous."""
     attributes = vars(source)
-    if type(source) in PLAIN:
-        return torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
     if is_slice(source):
         return layout_of(source.parent)[source.view_info.slices]
     if STORAGE not in attributes:
@@ -136,32 +133,11 @@ def _set_item(write: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _is_contiguous(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is contiguous; a tensor on JAX without a layout is."""
-    is_laid_out = type(tensor) in PLAIN or LAYOUT in vars(tensor) or is_slice(tensor)
-    return not is_laid_out or layout_of(tensor).is_contiguous()
-
-
-def ordered(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the option by which a caller orders a new tensor's memory otherwise than its source's is."""
-    is_other = options.get("memory_format") not in (None, torch.preserve_format)
-    return {"memory_format": options["memory_format"]} if is_other else {}
-
-
 def _asks_for_a_copy(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Return whether the caller of `to` asks for a copy: by name, or by the second of two booleans."""
+    """Return whether the caller of `to` asks for a copy: by name, by the second of two booleans, or an order."""
     switches = [value for value in args if isinstance(value, bool)]  # `non_blocking`, `copy`
-    return options.get("copy", len(switches) > 1 and switches[1])
-
-
-def set_strides(result: Any, like: Any, **order: torch.memory_format) -> None:
-    """Give a new tensor on JAX the strides that it has in PyTorch: of `like` or a `memory_format`."""
-    with no_dispatch(), torch._C.DisableTorchFunction():
-        like = torch.empty(result.shape, device="meta", **order) if order else like  # pyright: ignore
-        is_new = bool(order) or STORAGE not in vars(result)
-        if not like.is_contiguous() and is_new and result.shape == like.shape:
-            layout = torch.empty_strided(like.shape, like.stride(), dtype=result.dtype, device="meta")
-            _Storage(layout).add(result, layout)
+    is_ordered = options.get("memory_format") not in (None, torch.preserve_format)
+    return is_ordered or options.get("copy", len(switches) > 1 and switches[1])
 
 
 def written(array: Any) -> Any:
@@ -252,34 +228,29 @@ def _set_data(tensor: Any, other: Any) -> None:
 
 
 def as_in_torch(func: Any, args: Any, options: Any, result: Any) -> Any:
-    """Return an operation's result as PyTorch has it: a view shares its values, a copy has its strides."""
+    """Return an operation's result as PyTorch has it: a view shares its values, and a copy shares none."""
     source: Any = args[0] if args else None
     if not isinstance(source, torch.Tensor) or not on_jax(source):
         return result
-    is_move = func in (torch.Tensor.to, torch.ops.aten._to_copy.default)
-    if is_move and result is source:
-        is_copy = func is not torch.Tensor.to or ordered(options) or _asks_for_a_copy(args, options)
-        return source.clone(**ordered(options)) if is_copy else source
+    if result is source and func in (torch.Tensor.to, torch.ops.aten._to_copy.default):
+        return source if func is torch.Tensor.to and not _asks_for_a_copy(args, options) else source.clone()
     # torch marks its operators that return views, but for `tensor_split`.
     if getattr(func, "is_view", False) or func is torch.tensor_split:
         _share(source, result, lambda layout: func(layout, *args[1:], **options))
-    elif is_move or isinstance(func, torch._ops.OpOverload):
-        _keep_strides(func, args, options, result)
     return result
 
 
 def is_there(source: Any, *args: Any, **options: Any) -> bool:
     """Return whether `to` has nothing to do: PyTorch asks the wrapper, which says "meta"."""
     device, dtype = device_and_dtype(args, options)
-    is_other = ordered(options) or _asks_for_a_copy((source, *args), options)
-    return not is_other and dtype in (None, source.dtype) and (device is None or is_jax_device(device))
+    is_same = dtype in (None, source.dtype) and (device is None or is_jax_device(device))
+    return is_same and not _asks_for_a_copy(args, options)
 
 
 def contiguous(source: Any, *args: Any, **options: Any) -> Any:
     """Return a tensor itself if its layout is contiguous, or else a copy; torchax takes each for one."""
     wanted: Any = (*args, *options.values(), torch.contiguous_format)[0]
-    is_contiguous = layout_of(source).is_contiguous(memory_format=wanted)
-    return source if is_contiguous else source.clone(memory_format=wanted)
+    return source if layout_of(source).is_contiguous(memory_format=wanted) else source.clone()
 
 
 def _share(source: Any, results: Any, operation: Callable[[torch.Tensor], Any]) -> None:
@@ -310,29 +281,6 @@ def _share(source: Any, results: Any, operation: Callable[[torch.Tensor], Any]) 
             and result_layout.shape == result.shape
         ):
             vars(source)[STORAGE].add(result, result_layout)
-
-
-def _keep_strides(func: Any, args: Any, options: dict[str, Any], results: Any) -> None:
-    """Give the new tensors that an operation returns the strides that PyTorch gives them."""
-    with no_dispatch(), torch._C.DisableTorchFunction():
-        sources: list[Any] = [
-            leaf for leaf in pytree.tree_leaves((args, options)) if isinstance(leaf, torch.Tensor)
-        ]
-        # A program draws no random numbers, so that the order of its tensors' memory does not matter.
-        if (all(map(_is_contiguous, sources)) and not ordered(options)) or any(
-            is_traced(source.jax()) for source in sources if on_jax(source)
-        ):
-            return
-        if func in (torch.Tensor.to, torch.ops.aten._to_copy.default):
-            func, args, options = torch.empty_like, args[:1], ordered(options)
-        args, options = pytree.tree_map_only(torch.Tensor, layout_of, (args, options))
-        try:
-            layouts = func(*args, **options)
-        except Exception:  # the operation reads values, which a layout has not
-            return
-        for result, layout in zip(_tensors(results), _tensors(layouts), strict=True):
-            if ARRAY in vars(result):
-                set_strides(result, layout)
 
 
 def _tensors(results: Any) -> Iterator[Any]:

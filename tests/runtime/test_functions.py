@@ -148,23 +148,14 @@ def test_the_smallest_program_that_xla_gets_wrong_is_right_here():
 LIKE = drawn(2, 3, 4, 5)
 ORDERS = {
     "permuted": lambda x: x.permute(0, 2, 1, 3),
-    "computed": lambda x: torch.sin(x.permute(0, 2, 1, 3)) * 2 + 1,
     "expanded": lambda x: x[:, :1].expand(2, 3, 4, 5),
     "a slice of a view": lambda x: x.transpose(1, 3)[:, 1:],
     "a copy": lambda x: x.permute(0, 2, 1, 3).contiguous(),
-    "to an order": lambda x: x.to(memory_format=torch.channels_last),
-    "cloned in an order": lambda x: x.clone(memory_format=torch.channels_last),
-    "contiguous in an order": lambda x: x.contiguous(memory_format=torch.channels_last),
-    "contiguous again": lambda x: x.contiguous(memory_format=torch.channels_last).contiguous(),
-    "empty in an order": lambda x: torch.empty(x.shape, device=x.device, memory_format=torch.channels_last),
-    "like it in an order": lambda x: torch.zeros_like(x, memory_format=torch.channels_last),
 }
 FILLS = {
     "randn_like": torch.randn_like,
     "rand_like": torch.rand_like,
     "randint_like": lambda x: torch.randint_like(x, 9),
-    "normal_": lambda x: torch.empty_like(x).normal_(),
-    "uniform_": lambda x: torch.zeros_like(x).uniform_(),
 }
 DRAWS = {
     "randn": lambda device: torch.randn(2, 3, device=device),
@@ -180,10 +171,7 @@ DRAWS = {
         for name, fill in FILLS.items()
         for order, change in ORDERS.items()
     },
-    "a permuted tensor of the host": lambda device: torch.randn_like(LIKE.permute(0, 2, 1, 3).to(device)),
-    "a tensor of the host in an order": lambda device: torch.randn_like(
-        LIKE.to(device, memory_format=torch.channels_last)
-    ),
+    "normal_ of a permuted tensor": lambda device: LIKE.clone().to(device).permute(0, 2, 1, 3).normal_(),
     "a mean": lambda device: torch.normal(torch.zeros(3).to(device), 2.0),
     "a deviation": lambda device: torch.normal(1.0, torch.ones(3).to(device)),
     "both": lambda device: torch.normal(torch.ones(20).to(device), torch.ones(20).to(device)),
@@ -202,7 +190,6 @@ DRAWS = {
     "native dropout": lambda device: torch.native_dropout(torch.ones(30).to(device), 0.5, True)[0],
     "rrelu": lambda device: F.rrelu(-torch.ones(30).to(device), training=True),
     "a distribution": lambda device: torch.distributions.Beta(*torch.ones(2, 3).to(device)).sample(),
-    "channels last": lambda device: torch.randn_like(LIKE.to(device), memory_format=torch.channels_last),
     "out": lambda device: torch.randn(3, out=torch.empty(3, device=device)),
     "a generator": lambda device: torch.randn(3, generator=torch.Generator().manual_seed(5), device=device),
 }
