@@ -41,9 +41,9 @@ from cogvideox_torchax.pipelines import loras, sharding, steps
 from cogvideox_torchax.pipelines.eight_bits import Weights, has_bits, quantize, take_bits
 from cogvideox_torchax.pipelines.known import port_network, ported_class
 from cogvideox_torchax.pipelines.networks import KnownNetwork, device_bytes_of
+from cogvideox_torchax.pipelines.offload import Offload
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
 from cogvideox_torchax.runtime.models import PicklesAsStock, PortedModel
-from cogvideox_torchax.runtime.offload import Offload
 from cogvideox_torchax.runtime.trees import change_in, replaced_method
 from cogvideox_torchax.sharding import Parallel, check_one_slice, check_same
 from cogvideox_torchax.vae.directions import DECODE

@@ -1,14 +1,16 @@
-"""The bridge between torch and JAX by torchax: where a tensor is, and its conversion.
+"""The bridge between torch and JAX by torchax: where a tensor is, its conversion, and tests of its values.
 
-A *torchax* tensor holds a JAX array. Ported modules know only
-`on_accelerator` and `operations.torch_view`, which serve the bridge of TorchTPU (`torchtpu`) too.
+A *torchax* tensor holds a JAX array. Ported modules know only `on_accelerator` and `operations.torch_view`,
+which serve the bridge of TorchTPU (`torchtpu`) too.
 """
 
 import itertools
 from typing import Any
 
+import jax.numpy as jnp
 import torch
 
+from cogvideox_torchax.runtime import arrays
 from cogvideox_torchax.runtime.device import fetched, import_torchax, to_jax as to_jax
 from cogvideox_torchax.runtime.host import TPU, host_array, on_jax
 from cogvideox_torchax.upstream import array_in
@@ -50,6 +52,12 @@ def to_torch(tensor: torch.Tensor) -> torch.Tensor:
     return fetched(tensor) if on_jax(tensor) or not on_tpu(tensor) else tensor.cpu()
 
 
+def fetch_async(tensor: torch.Tensor) -> None:
+    """Start copying a tensor on JAX to the host in the background, so that `to_torch` waits less later."""
+    if on_jax(tensor):
+        array_of(tensor).copy_to_host_async()
+
+
 def as_array(value: Any) -> Any:
     """Return a plain tensor as a NumPy array, and a tensor on JAX as its JAX array, without a copy.
 
@@ -58,3 +66,49 @@ def as_array(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return array_of(value) if on_jax(value) else host_array(value)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name that torch, JAX and NumPy share, such as "bfloat16" for `torch.bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def jax_dtype(dtype: torch.dtype) -> Any:
+    """Return the JAX dtype of a torch dtype."""
+    return jnp.dtype(dtype_name(dtype))
+
+
+def largest(tensor: torch.Tensor) -> float | None:
+    """Return the largest absolute value: not finite if a value is not, and None for integers.
+
+    It is None too for a tensor on JAX that is being traced, and so has no values.
+    """
+    if on_jax(tensor) or not tensor.dtype.is_floating_point:
+        return arrays.largest_of(as_array(tensor))
+    # By the least and the greatest value, as `tensor.abs()` would copy the tensor.
+    return float(torch.stack(tensor.detach().aminmax()).abs().max())
+
+
+def first_nonfinite(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the index of the first NaN or Inf; None if there is none, for integers and for a traced tensor.
+
+    For a tensor on JAX with shards in other processes, see `arrays.first_nonfinite_of`.
+    """
+    if on_jax(tensor) or not tensor.dtype.is_floating_point:
+        return arrays.first_nonfinite_of(as_array(tensor))
+    found = (~torch.isfinite(tensor)).nonzero().tolist()
+    return tuple(found[0]) if found else None
+
+
+def all_finite(tensor: torch.Tensor) -> Any:
+    """Return whether a tensor holds neither NaN nor Inf.
+
+    The result is one bool on the tensor's device, which may still be computing; Python's `bool` waits for it.
+    """
+    return arrays.all_finite_of(array_of(tensor)) if on_jax(tensor) else torch.isfinite(tensor).all()
+
+
+def take(x: torch.Tensor, axis: int, start: int, length: int) -> torch.Tensor:
+    """Return the `length` entries of an axis from `start` on, by one program for all starts."""
+    taken = arrays.take(array_of(x) if on_jax(x) else x, axis, start, length)
+    return tensor_of(taken) if on_jax(x) else taken

@@ -91,7 +91,7 @@ class PortedModel(CopiesWithoutPrograms, nn.Module):
 
     _mesh: Any = None
     offload: Any = None
-    """The `runtime.offload.Offload` that moves the weights to the host between uses; None if they stay."""
+    """The `pipelines.offload.Offload` that moves the weights to the host between uses; None if they stay."""
 
     @property
     def mesh(self) -> Any:

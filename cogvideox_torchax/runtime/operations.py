@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cogvideox_torchax import upstream
-from cogvideox_torchax.runtime import bridge
+from cogvideox_torchax.runtime import bridge, torchtpu
 from cogvideox_torchax.runtime.device import import_torchax
 from cogvideox_torchax.runtime.user_checks import jax_checks_off
 
@@ -20,9 +20,6 @@ def torch_view(jax_function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(jax_function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if upstream.added_device() == bridge.TPU:
-            # Imported here, as it imports JAX, which this module does without until a model needs JAX.
-            from cogvideox_torchax.runtime import torchtpu
-
             return torchtpu.torch_view(jax_function)(*args, **kwargs)
         # If a user has turned on JAX's checks, they would refuse its broadcasting and Python numbers.
         with jax_checks_off():

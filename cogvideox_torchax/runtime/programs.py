@@ -17,14 +17,13 @@ import jax
 import torch
 from torch import nn
 
-from cogvideox_torchax.runtime.bridge import array_of, as_array, tensor_of
+from cogvideox_torchax.runtime.bridge import array_of, as_array, jax_dtype, tensor_of
 from cogvideox_torchax.runtime.device import import_torchax, tracing
 from cogvideox_torchax.runtime.host import on_jax
 from cogvideox_torchax.runtime.layers import check_no_global_hooks, is_profiling, named_layers
 from cogvideox_torchax.runtime.models import PROGRAMS
 from cogvideox_torchax.runtime.outside import Variables
 from cogvideox_torchax.runtime.places import ArrayProgram, Place
-from cogvideox_torchax.runtime.tensors import jax_dtype
 from cogvideox_torchax.runtime.trees import Tree, UntraceableError, skeleton, weightless
 from cogvideox_torchax.runtime.user_checks import without_jax_checks
 from cogvideox_torchax.runtime.weights import assign, named_tensors, put_weights

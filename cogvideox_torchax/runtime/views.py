@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
 from cogvideox_torchax.runtime.host import (
@@ -134,7 +133,7 @@ def _set_item(write: Callable[..., None]) -> Callable[..., None]:
 
 
 def _asks_for_a_copy(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Return whether the caller of `to` asks for a copy: by name, by the second of two booleans, or an order."""
+    """Return whether the caller of `to` asks for a copy: by name, by the second boolean, or by an order."""
     switches = [value for value in args if isinstance(value, bool)]  # `non_blocking`, `copy`
     is_ordered = options.get("memory_format") not in (None, torch.preserve_format)
     return is_ordered or options.get("copy", len(switches) > 1 and switches[1])

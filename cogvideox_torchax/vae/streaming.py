@@ -20,7 +20,7 @@ from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
 from diffusers.models.autoencoders.vae import DecoderOutput, DiagonalGaussianDistribution
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.runtime import tensors
+from cogvideox_torchax.runtime.bridge import take
 from cogvideox_torchax.runtime.models import PortedModel
 from cogvideox_torchax.runtime.trees import replaced_method
 from cogvideox_torchax.sharding import BatchPlacement
@@ -219,7 +219,7 @@ class ChunkedVAE(PortedModel, DiffusersAutoencoder):
             for part in parts:
                 runtime.fetch_async(part)
             parts = [runtime.to_torch(part) for part in parts]
-        return tensors.concatenate(parts, 2)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def _tile_plan(
         self, direction: Direction, size: torch.Size, *, always: bool = False
@@ -284,7 +284,7 @@ def check_is_tensor(x: Any) -> None:
 def frames_of_chunks(vae: Any, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the chunks (N, C, t, H, W) of a video or of latents."""
     for chunk in Direction(direction).chunks(vae, x.shape[2]):  # `direction` may be a name
-        yield tensors.take(x, 2, chunk.start, len(chunk))
+        yield take(x, 2, chunk.start, len(chunk))
 
 
 def with_time(frames: torch.Tensor) -> torch.Tensor:

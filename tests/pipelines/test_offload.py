@@ -15,8 +15,8 @@ import torch
 from diffusers import CogVideoXPipeline, FirstBlockCacheConfig
 
 from cogvideox_torchax import load_pipeline, make_mesh, port, runtime
-from cogvideox_torchax.pipelines import sharding
-from cogvideox_torchax.runtime import offload, places
+from cogvideox_torchax.pipelines import offload, sharding
+from cogvideox_torchax.runtime import places
 from tests import small_pipelines
 from tests.reference import largest_error
 from tests.small_pipelines import one_layer as build

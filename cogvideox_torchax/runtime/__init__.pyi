@@ -1,0 +1,96 @@
+"""The public names of `runtime`, each with its module; `__init__.py` reads them here."""
+
+from cogvideox_torchax.runtime.arrays import (
+    concatenate as concatenate,
+    first_nonfinite_of as first_nonfinite_of,
+    largest_of as largest_of,
+    take as take,
+)
+from cogvideox_torchax.runtime.bridge import (
+    all_finite as all_finite,
+    array_of as array_of,
+    as_array as as_array,
+    dtype_name as dtype_name,
+    fetch_async as fetch_async,
+    first_nonfinite as first_nonfinite,
+    is_on_jax as is_on_jax,
+    jax_dtype as jax_dtype,
+    largest as largest,
+    on_accelerator as on_accelerator,
+    tensor_of as tensor_of,
+    to_jax as to_jax,
+    to_torch as to_torch,
+)
+from cogvideox_torchax.runtime.calls import (
+    method_program as method_program,
+    run_method as run_method,
+    warn_once as warn_once,
+)
+from cogvideox_torchax.runtime.compile_cache import (
+    COMPILE_CACHE_VARIABLE as COMPILE_CACHE_VARIABLE,
+    configure_compile_cache as configure_compile_cache,
+)
+from cogvideox_torchax.runtime.device import (
+    CudaIsJAX as CudaIsJAX,
+    on_meta as on_meta,
+    tracing as tracing,
+)
+from cogvideox_torchax.runtime.forks import (
+    check_not_forked as check_not_forked,
+)
+from cogvideox_torchax.runtime.gradients import (
+    differentiable as differentiable,
+    rematerialized as rematerialized,
+    wants_gradient as wants_gradient,
+    without_gradient as without_gradient,
+)
+from cogvideox_torchax.runtime.host import (
+    device_and_dtype as device_and_dtype,
+    host_array as host_array,
+    is_in_host_memory as is_in_host_memory,
+    is_jax_device as is_jax_device,
+    on_default_device as on_default_device,
+    on_jax as on_jax,
+    plain_tensor as plain_tensor,
+)
+from cogvideox_torchax.runtime.layers import (
+    profiling as profiling,
+)
+from cogvideox_torchax.runtime.memory import (
+    free_memory as free_memory,
+    of_several_processes as of_several_processes,
+    out_of_memory as out_of_memory,
+)
+from cogvideox_torchax.runtime.operations import (
+    torch_view as torch_view,
+)
+from cogvideox_torchax.runtime.places import (
+    ArrayProgram as ArrayProgram,
+    Place as Place,
+)
+from cogvideox_torchax.runtime.programs import (
+    Program as Program,
+    Programs as Programs,
+    forget_programs as forget_programs,
+    programs_of as programs_of,
+)
+from cogvideox_torchax.runtime.torchtpu import (
+    NO_GRADIENT as NO_GRADIENT,
+    TorchTPUProgram as TorchTPUProgram,
+    is_on_torchtpu as is_on_torchtpu,
+)
+from cogvideox_torchax.runtime.trees import (
+    host_skeleton as host_skeleton,
+)
+from cogvideox_torchax.runtime.user_checks import (
+    without_jax_checks as without_jax_checks,
+)
+from cogvideox_torchax.runtime.weights import (
+    byte_dtype as byte_dtype,
+    feed_weights as feed_weights,
+    is_movable as is_movable,
+    named_tensors as named_tensors,
+    put_weights as put_weights,
+    read_only as read_only,
+    replace_weights as replace_weights,
+)
