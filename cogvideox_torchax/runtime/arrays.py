@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from cogvideox_torchax.runtime.forks import check_not_forked
 from cogvideox_torchax.runtime.user_checks import without_jax_checks
@@ -42,26 +43,16 @@ def _largest_on_device(array: Any) -> jax.Array:
 def first_nonfinite_of(array: Any) -> tuple[int, ...] | None:
     """Return the index of the first NaN or Inf in a JAX or NumPy array; None if there is none.
 
-    The result is None also for integers, and for an array that is being traced. If the array has shards in
-    other processes, the index is that of the first in this process's shards.
-
-    Raises:
-        ValueError: the array has a NaN or Inf, but only in shards of other processes.
+    The result is None also for integers, and for an array that is being traced. If other processes have
+    shards of the array, all must call this.
     """
     largest = largest_of(array)
     if largest is None or math.isfinite(largest):  # None: integers, or a traced array
         return None
     # The search is on the host: on the devices it would gather a sharded array on each of them.
-    if not isinstance(array, jax.Array) or array.is_fully_addressable:
-        return tuple(int(i) for i in np.argwhere(~np.isfinite(np.asarray(array)))[0])
-    for shard in array.addressable_shards:
-        for index_in_shard in np.argwhere(~np.isfinite(np.asarray(shard.data))):
-            # This returns at the first one. `shard.index` has, for each axis, the slice of the array that the
-            # shard is; its start is None where the shard has the whole axis.
-            return tuple(
-                int(i) + (part.start or 0) for i, part in zip(index_in_shard, shard.index, strict=True)
-            )
-    raise ValueError("got NaN or Inf in the input's part of another process: see that process's error")
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        array = multihost_utils.process_allgather(array, tiled=True)
+    return tuple(int(i) for i in np.argwhere(~np.isfinite(np.asarray(array)))[0])
 
 
 @jax.jit

@@ -224,18 +224,15 @@ def run_method(
         return method(model, *args, **kwargs)
     place = place or Place()
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    unknown_types = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *VALUES))]
     # The leaves, with an array on the program's devices in the place of each tensor.
     placed = [place.put(array_of(to_jax(leaf))) if _is_tensor(leaf) else leaf for leaf in leaves]
-    reason = f"it takes a {unknown_types[0]}" if unknown_types else None
-    result = None
-    if reason is None:
-        try:
-            result = _run_compiled(model, _Form.of(method, structure, placed), placed, place, name)
-        except UntraceableError as error:
-            reason = str(error)
-    if reason is not None:
-        warn_once(model, f"{name}: {type(model).__name__} runs operation by operation, since {reason}")
+    try:
+        for leaf in leaves:
+            if not isinstance(leaf, (torch.Tensor, *VALUES)):
+                raise UntraceableError(f"it takes a {type(leaf).__name__}")
+        result = _run_compiled(model, _Form.of(method, structure, placed), placed, place, name)
+    except UntraceableError as error:
+        warn_once(model, f"{name}: {type(model).__name__} runs operation by operation, since {error}")
         with _inside_method():
             result = method(model, *args, **kwargs)
     # Each tensor of the result raises in a backward pass. Otherwise the pass could end at the result without

@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from torch.nn import functional as F
@@ -121,14 +123,12 @@ def _imported_torchax() -> Any:
 
 def _correct_tables(torchax: Any) -> None:
     """Correct how torchax moves values, and the dtypes of 64 bits, for which JAX takes 32 with a warning."""
-    from jax import dtypes
-
     ops = torchax.ops
     upstream.one_program_each(ops.ops_registry)  # sums and products run as one program, not as several
     mappings, jax_dtype = ops.mappings, ops.mappings.t2j_dtype
     mappings.j2t = lambda array, _dlpack: plain_tensor(on_host(array))  # torchax's shares memory with JAX
-    mappings.t2j_dtype = lambda dtype: dtypes.canonicalize_dtype(jax_dtype(dtype))
-    if dtypes.canonicalize_dtype("int64") == "int32":
+    mappings.t2j_dtype = lambda dtype: jax.dtypes.canonicalize_dtype(jax_dtype(dtype))
+    if jax.dtypes.canonicalize_dtype("int64") == "int32":
         for module in (ops.jaten, ops.jtorch):
             module.jnp = SimpleNamespace(**vars(module.jnp) | {"int64": module.jnp.int32})
 
@@ -144,8 +144,6 @@ OF_UNKNOWN_SIZE = (
 
 @without_jax_checks
 def _empty(size: Any, *_strides: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
-    import jax.numpy as jnp
-
     torchax = import_torchax()
     jax_dtype = torchax.ops.mappings.t2j_dtype(dtype or torch.get_default_dtype())
     return torchax.interop.torch_view(jnp.zeros(tuple(size), jax_dtype))
@@ -183,8 +181,7 @@ def _operate(_kind: Any, func: Any, types: Any, args: Any = (), kwargs: Any = No
     if func is torch.ops.prim.device.default:
         return torch.device("jax", 0)
     if torch.is_inference_mode_enabled():  # in which PyTorch has not made operators of a function
-        with torch.inference_mode(False), torch.no_grad():
-            return func(*args, **kwargs or {})
+        return _outside_inference(func)(*args, **kwargs or {})
     return import_torchax().default_env().dispatch(func, types, args, kwargs)
 
 
@@ -455,15 +452,11 @@ def _are_known(tensors: list[Any]) -> bool:
 
 def _in_program() -> bool:
     """Return whether an array that is made now has no value, since JAX is tracing a program."""
-    import jax.numpy as jnp
-
     # `upstream.is_tracing` is true also while JAX computes a gradient, which may draw random numbers.
     return upstream.is_traced(jnp.zeros(()))
 
 
 def _copied(target: Any, source: Any) -> Any:
-    import jax.numpy as jnp
-
     array = to_jax(source).jax().astype(import_torchax().ops.mappings.t2j_dtype(target.dtype))
     # By this operator torchax also gives a tensor another shape, as `t_` does.
     sizes = zip(reversed(source.shape), reversed(target.shape), strict=False)
@@ -526,12 +519,10 @@ def to_jax(tensor: torch.Tensor) -> Any:
     """
     if on_jax(tensor):
         return tensor
-    import jax
-
     # A copy of its own, whose memory JAX may keep. `jnp.asarray` compiles a program for each shape, but in a
     # program's trace, where `device_put` would be an operation.
     copied = np.array(host_array(tensor), order="C")
-    array = jax.numpy.asarray(copied) if upstream.is_tracing() else jax.device_put(copied)
+    array = jnp.asarray(copied) if upstream.is_tracing() else jax.device_put(copied)
     moved = import_torchax().interop.torch_view(array)
     if moved.numel() <= KNOWN_SIZE and not upstream.is_traced(moved.jax()):
         vars(moved)[KNOWN] = _kept(tensor, moved.dtype)

@@ -1,4 +1,4 @@
-"""Operations for which torchax's own functions are replaced: attention, scaling, fused optimizers."""
+"""Operations for which torchax's own functions are replaced: attention, scaling, writes into parts."""
 
 import functools
 import math
@@ -7,11 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import torch
+import torchax.interop
 from torch._decomp.decompositions import native_batch_norm_helper
 from torch.nn import functional as F
-from torch.optim.adagrad import adagrad
-from torch.optim.adam import adam
-from torch.optim.sgd import sgd
 
 from cogvideox_torchax.runtime.views import written
 from cogvideox_torchax.upstream import is_traced
@@ -23,15 +21,6 @@ EXTRA_CHANNELS = 8
 """Channels that are added to carry a mask. One would do, but kernels want a multiple of 8 channels."""
 
 
-FUSED = {
-    "_fused_adam_": (adam, {}),
-    "_fused_adamw_": (adam, {"decoupled_weight_decay": True}),
-    "_fused_adagrad_": (adagrad, {}),
-    "_fused_sgd_": (sgd, {}),
-}
-"""torch's operators of `fused=True`, each with the function and options that compute the same step."""
-
-
 def replace_functions(registry: Any) -> None:
     """Replace functions and operators (of `torch.ops.aten`) in torchax's tables, for all of the process.
 
@@ -41,13 +30,13 @@ def replace_functions(registry: Any) -> None:
     aten, operators = torch.ops.aten, registry.all_aten_ops
     table = operators | registry.all_torch_functions
     of_tensors: dict[Any, Callable[..., Any]] = {
-        getattr(aten, name): _unfused(*update) for name, update in FUSED.items()
+        aten._is_all_true: torch.all,  # torch.distributions has these two
+        aten._is_any_true: torch.any,
+        aten.set_: torch.Tensor.copy_,  # by it `register_parametrization` keeps a weight
+        aten.resize_: _resized,
+        # torchax's keeps no running statistics.
+        aten.native_batch_norm: lambda *args: native_batch_norm_helper(*args, functional=False)[:3],
     }
-    of_tensors |= {aten._is_all_true: torch.all, aten._is_any_true: torch.any}  # torch.distributions has them
-    of_tensors[aten.set_] = torch.Tensor.copy_  # by it `register_parametrization` keeps a weight
-    of_tensors[aten.resize_] = _resized
-    # torchax's keeps no running statistics.
-    of_tensors[aten.native_batch_norm] = lambda *args: native_batch_norm_helper(*args, functional=False)[:3]
     for packet, function in of_tensors.items():
         # torchax looks an overload up before its packet, so an entry of its own may hide the packet's.
         for operator in (packet, *(getattr(packet, overload) for overload in packet.overloads())):
@@ -113,30 +102,6 @@ def _scaled_in_float32(scale: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _unfused(update: Callable[..., None], others: dict[str, Any]) -> Callable[..., None]:
-    """Return a fused optimizer's operator, which takes lists of parameters, gradients and states."""
-
-    def call(
-        parameters: Any, gradients: Any, *states: Any, is_first_step: bool | None = None, **options: Any
-    ) -> None:
-        if is_first_step is None:  # not SGD: the last list is the numbers of steps, which are counted already
-            torch._foreach_sub_(states[-1], 1)  # pyright: ignore[reportPrivateImportUsage]
-        elif not states[0]:
-            states = ([None] * len(parameters),)
-        elif is_first_step:  # the momenta have no values yet
-            torch._foreach_zero_(states[0])  # pyright: ignore[reportPrivateImportUsage]
-            options["dampening"] = 0.0
-        update(parameters, gradients, *states, foreach=True, **options, **others)
-
-    return call
-
-
-def _tensor_of(array: Any) -> Any:
-    import torchax.interop  # here, as only torchax calls this: it is imported by then
-
-    return torchax.interop.torch_view(array)
-
-
 def _attention(torchax_attention: Callable[..., Any]) -> Callable[..., Any]:
     """Return torch's `scaled_dot_product_attention` as a function of JAX arrays (..., H, S, D).
 
@@ -158,7 +123,9 @@ def _attention(torchax_attention: Callable[..., Any]) -> Callable[..., Any]:
         is_plain = not (dropout_p or is_causal or enable_gqa)
         if is_plain and _kernel_takes(query, key, value, attn_mask):
             return _attend(query, key, value, attn_mask, scale)
-        tensors = (None if x is None else _tensor_of(x) for x in (query, key, value, attn_mask))
+        tensors = (
+            None if x is None else torchax.interop.torch_view(x) for x in (query, key, value, attn_mask)
+        )
         options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         return torchax_attention(*tensors, **options).jax()
 

@@ -3,8 +3,11 @@
 import functools
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.experimental import multihost_utils
 
 from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime.user_checks import without_jax_checks
@@ -81,8 +84,6 @@ def on_host(array: Any) -> np.ndarray:
     is_numpy = isinstance(array, np.ndarray)
     if is_numpy or upstream.is_traced(array) or array.is_fully_addressable or array.is_fully_replicated:
         return np.array(array)
-    from jax.experimental import multihost_utils
-
     return np.array(multihost_utils.process_allgather(array, tiled=True))
 
 
@@ -104,9 +105,6 @@ def on_default_device(_name: str, array: Any) -> Any:
     A JAX array in the host's memory is copied to the memory of its devices.
     """
     # This is the `place` of `put_weights` for a single device. A mesh's may look at the weight's name.
-    import jax
-    import jax.numpy as jnp
-
     if not isinstance(array, jax.Array):
         return jnp.array(array)
     if not is_in_host_memory(array):

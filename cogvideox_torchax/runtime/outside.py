@@ -47,11 +47,10 @@ class Variables:
             return
         self._met.add(id(value))
         if isinstance(value, torch.Tensor):
-            array, _version = state_of(value)
-            values = torch.clone(value) if array is None else None
-            undo = value.copy_ if array is None else partial(upstream.replace_array, value)
-            back = partial(undo, values if array is None else lambda _: array)
-            self._found.append((name, partial(state_of, value), lambda _: back(), state_of(value)))
+            array, _version = state = state_of(value)
+            write = partial(upstream.replace_array, value) if array is not None else value.copy_
+            old = torch.clone(value) if array is None else lambda _: array
+            self._found.append((name, partial(state_of, value), lambda _: write(old), state))
         elif isinstance(value, FUNCTIONS):
             self._add(type(getattr(value, "__self__", None)).__name__, getattr(value, "__self__", None))
             for inner in ("__func__", "__wrapped__", "fget", "func"):  # the last one is a partial's

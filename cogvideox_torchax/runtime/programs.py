@@ -279,12 +279,10 @@ class Program(ArrayProgram):
             video: frames or latents, a JAX array (N, C, T, H, W).
             lengths: the number of frames (or latent frames) in each chunk.
         """
-        import jax.numpy as jnp
-
         results, cache = [], None
         for end, length in zip(itertools.accumulate(lengths), lengths, strict=True):
             chunk = self.place.put(video[:, :, end - length : end])
             # Not `run`, which donates the cache: the backward pass reads every chunk's cache again.
             result, cache = self._differentiable(weights, chunk, cache)
             results.append(result)
-        return jnp.concatenate(results, axis=2)
+        return jax.numpy.concatenate(results, axis=2)

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import nn
@@ -103,9 +104,7 @@ def tie_weights(network: Any) -> None:
 
 
 def _are_equal_on_jax(*tensors: torch.Tensor) -> bool:
-    import jax
-
-    return all(map(on_jax, tensors)) and bool(jax.numpy.array_equal(*map(array_of, tensors)))
+    return all(map(on_jax, tensors)) and bool(jnp.array_equal(*map(array_of, tensors)))
 
 
 def read_only(values: torch.Tensor) -> torch.Tensor:

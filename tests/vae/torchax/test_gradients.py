@@ -286,6 +286,7 @@ TRAININGS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:torchax has no _fused_")
 @pytest.mark.parametrize(("optimizer", "train"), TRAININGS.values(), ids=TRAININGS)
 def test_optimizers_and_averages_are_as_in_pytorch(optimizer, train):
     def trained(weights):
@@ -303,6 +304,7 @@ def test_optimizers_and_averages_are_as_in_pytorch(optimizer, train):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torchax has no _fused_")
 @pytest.mark.parametrize(("optimizer", "average"), list(TRAININGS.values())[:2], ids=list(TRAININGS)[:2])
 def test_a_vae_is_trained_and_averaged_as_in_pytorch(optimizer, average):
     def trained(vae, x):
