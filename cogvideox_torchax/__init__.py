@@ -60,7 +60,7 @@ _HOMES = {
 
 
 def _leave_jax() -> None:
-    """Have a use of JAX be an error in a forked child, such as a DataLoader's worker, where it would hang."""
+    """Turn torchax off in a forked child, such as a DataLoader's worker, in which JAX would hang."""
     # Imported here, so that importing the package is quick.
     importlib.import_module("cogvideox_torchax.runtime.forks").leave_jax()
 
