@@ -325,13 +325,6 @@ def positions(patch_embed: Any, height: int, width: int, frames: int) -> Any:
     return compute_table(patch_embed, height, width, pixel_frames)
 
 
-def set_saved_package(model: Any, kind: type) -> None:
-    """Have a saved pipeline name `kind`, another package's class of the same name, as the model's class."""
-    # diffusers writes the package of each part's `__module__` into model_index.json
-    # (`_fetch_class_library_tuple`), and `from_pretrained` imports the part's class from it.
-    vars(model)["__module__"] = kind.__module__
-
-
 def is_compiled(module: Any) -> bool:
     """Return whether a module is torch.compile's wrapper around another module."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # None: torch.compile has not run

@@ -278,8 +278,6 @@ VALUE_ERRORS = (
 )
 """JAX's errors of code that needs the values of arrays while it is traced."""
 
-READS_VALUES = "it reads the values of tensors, as a branch on one does"
-
 
 def _run_compiled(model: nn.Module, form: _Form, leaves: list[Any], place: Place, name: str) -> Any:
     """Run the program of a form, or raise `UntraceableError`; a failed trace is not tried again.
@@ -306,9 +304,10 @@ def _run_compiled(model: nn.Module, form: _Form, leaves: list[Any], place: Place
         result, _no_cache = program.run(program.weights(network), inputs)
         return result.tree()
     except (UntraceableError, RandomInTraceError, *VALUE_ERRORS) as error:
-        reads_values = isinstance(error, VALUE_ERRORS)
         # The next call raises this at once.
-        program.untraceable = READS_VALUES if reads_values else str(error).partition("\n")[0]
+        program.untraceable = str(error).partition("\n")[0]
+        if isinstance(error, VALUE_ERRORS):
+            program.untraceable = "it reads the values of tensors, as a branch on one does"
         raise UntraceableError(program.untraceable) from error
 
 

@@ -20,7 +20,9 @@ def save_as_stock(model: nn.Module) -> None:
     stock_classes = (
         base for base in type(model).__mro__ if base.__module__.partition(".")[0] != this_package
     )
-    upstream.set_saved_package(model, next(stock_classes))
+    # diffusers writes the package of each part's `__module__` into model_index.json, and `from_pretrained`
+    # imports the part's class from it.
+    vars(model)["__module__"] = next(stock_classes).__module__
 
 
 def class_of(make: Any, kind: type, bases: tuple[type, ...], **members: Any) -> Any:

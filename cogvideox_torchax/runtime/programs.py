@@ -17,7 +17,7 @@ import jax
 import torch
 from torch import nn
 
-from cogvideox_torchax.runtime.bridge import array_of, as_array, jax_dtype, tensor_of
+from cogvideox_torchax.runtime.bridge import array_of, as_array, jax_dtype
 from cogvideox_torchax.runtime.device import import_torchax, tracing
 from cogvideox_torchax.runtime.host import on_jax
 from cogvideox_torchax.runtime.layers import check_no_global_hooks, is_profiling, named_layers
@@ -26,8 +26,8 @@ from cogvideox_torchax.runtime.outside import Variables
 from cogvideox_torchax.runtime.places import ArrayProgram, Place
 from cogvideox_torchax.runtime.trees import Tree, UntraceableError, skeleton, weightless
 from cogvideox_torchax.runtime.user_checks import without_jax_checks
-from cogvideox_torchax.runtime.weights import assign, named_tensors, put_weights
-from cogvideox_torchax.upstream import array_in, is_traced
+from cogvideox_torchax.runtime.weights import named_tensors, put_weights
+from cogvideox_torchax.upstream import array_in, is_traced, replace_array
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 TRACING = threading.RLock()
@@ -255,7 +255,7 @@ class Program(ArrayProgram):
             # An array that is traced, as in a user's `jax.grad`, has no devices yet.
             placed = array if is_traced(array) else self.place.weight(name, array)
             if placed is not array:
-                assign(tensor, tensor_of(placed))
+                replace_array(tensor, lambda _, placed=placed: placed)
         return {name: array_of(tensor) for name, tensor in named.items()}
 
     @without_jax_checks

@@ -46,10 +46,6 @@ class _Storage:
         # Once the tensor is freed, its reference is dropped: another tensor may get the same id.
         self._tensors[key] = weakref.ref(tensor, lambda _: self._tensors.pop(key, None))
 
-    def has(self, tensor: Any) -> bool:
-        """Return whether a tensor is alive (not None), and has not left for another storage."""
-        return tensor is not None and vars(tensor).get(STORAGE) is self
-
     def write(self, source: Any) -> None:
         """Update all other tensors after a write into `source`.
 
@@ -57,9 +53,10 @@ class _Storage:
             ValueError: another tensor has another dtype, as `x.view(dtype)` has.
         """
         new, layout = vars(source)[ARRAY], vars(source)[LAYOUT]
-        # A list first, as tensors that are freed meanwhile drop out of the dictionary.
-        others = [reference() for reference in list(self._tensors.values())]
-        others = [tensor for tensor in others if tensor is not source and self.has(tensor)]
+        # A list first, as tensors that are freed meanwhile drop out of the dictionary: None stands for them.
+        alive = [reference() for reference in list(self._tensors.values())]
+        others = [each for each in alive if each is not None and each is not source]
+        others = [each for each in others if vars(each).get(STORAGE) is self]  # it may have left
         for tensor in others:
             vars(tensor).pop(KNOWN, None)
             if _are_alike(vars(tensor)[LAYOUT], layout):  # as a `detach()` is

@@ -54,11 +54,6 @@ def _weight_slots(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]
                 yield f"{prefix}.{key}".lstrip("."), tensors, key  # the root's prefix is ""
 
 
-def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Replace the array in the torchax tensor `tensor` by the array of `value`, without a copy."""
-    replace_array(tensor, lambda _: array_of(value))
-
-
 def replace_weights(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Replace a module's parameters and buffers by `make(tensor)`, once for each tensor.
 
@@ -113,9 +108,8 @@ def read_only(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def _writes(name: str) -> bool:
-    """Return whether a tensor's method writes into it, by its name: `add_`, `__setitem__` or `__iadd__`."""
-    return re.fullmatch(r".*[^_]_|__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow)__", name) is not None
+WRITES = re.compile(r".*[^_]_|__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow)__")
+"""The names of a tensor's methods that write into it, such as `add_`, `__setitem__` or `__iadd__`."""
 
 
 @functools.cache
@@ -129,7 +123,7 @@ def _read_only_class(kind: Any) -> type[torch.Tensor]:
     def reduce(values: torch.Tensor, protocol: Any) -> Any:
         return plain_tensor(np.array(as_array(values))).__reduce_ex__(protocol)
 
-    members = dict.fromkeys(filter(_writes, dir(kind)), refuse)
+    members = dict.fromkeys(filter(WRITES.fullmatch, dir(kind)), refuse)
     data = property(lambda values: read_only(values.detach()), refuse)
     disabled = torch._C._disabled_torch_function_impl  # so that results are tensors of torch's own class
     others = {"data": data, "__reduce_ex__": reduce, "__torch_function__": disabled}
