@@ -93,21 +93,16 @@ def port(
     if mesh is not None:
         check_mesh(mesh)  # before anything is changed
     if is_vae:
-        vae = port_vae(to_port)
-        if mesh is not None:
-            vae.place_on(mesh)
-        forget_programs(vae)
+        models = [port_vae(to_port, mesh)]
     else:
         # Imported here, as a VAE alone needs neither T5 nor diffusers' pipelines.
         from cogvideox_torchax.pipelines.eight_bits import check_weights
         from cogvideox_torchax.pipelines.port import port_pipeline
 
         check_weights(weights)
-        port_pipeline(to_port, mesh, parallel, weights)
-        parts = to_port.components if isinstance(to_port, DiffusionPipeline) else vars(to_port)
-        for model in parts.values():
-            if isinstance(model, nn.Module):
-                forget_programs(model)
+        models = port_pipeline(to_port, mesh, parallel, weights)
+    for model in models:
+        forget_programs(model)
     return to_port  # pyright: ignore[reportReturnType]
 
 

@@ -265,63 +265,53 @@ def global_hooks() -> list[Any]:
     return [hook for name in names for hook in _attribute("torch", "torch.nn.modules.module", name).values()]
 
 
-def _wrap_class_method(kind: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a class method of diffusers by a call of `around(method, cls, *args, **kwargs)`."""
-    # `__func__` is the function behind the class method; its first argument is the class.
-    method = _attribute("diffusers", kind, name).__func__
-
-    @functools.wraps(method)
-    def call(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return around(method, cls, *args, **kwargs)
-
-    setattr(kind, name, classmethod(call))
-
-
 def dtype_option() -> str:
     """Return the name of `from_pretrained`'s argument for the dtype, which diffusers 0.40 has renamed."""
     return "dtype" if Version(installed("diffusers") or "0") >= Version("0.40") else "torch_dtype"
 
 
-@functools.cache
-def wrap_from_pipe(around: Callable[..., Any]) -> None:
-    """Replace diffusers' `from_pipe` by `around(make, cls, pipeline, ...)`, where `make` is the original."""
+def hand_over(kind: type) -> None:
+    """Have diffusers' `from_pipe` hand over parts of classes that are subclasses of `kind`, too.
+
+    By itself it takes only parts of exactly the types that the new pipeline's class gives for their names.
+    """
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-    _wrap_class_method(DiffusionPipeline, "from_pipe", around)
+    # `__func__` is the function behind the class method; its first argument is the class.
+    make = _attribute("diffusers", DiffusionPipeline, "from_pipe").__func__
 
+    @functools.wraps(make)
+    def from_pipe(cls: type, pipeline: Any, **options: Any) -> Any:
+        types_by_name = _attribute("diffusers", cls, "_get_signature_types")()
+        ported = {
+            name: part
+            for name, part in pipeline.components.items()
+            # Some types are no classes, such as `list[X]`.
+            if isinstance(part, kind) and {*type(part).__mro__} & {*types_by_name.get(name, ())}
+        }
+        return make(cls, pipeline, **ported | options)  # a part in `options` replaces a ported one
 
-def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:
-    """Return the parts of a pipeline that another class of pipelines takes under the same names.
-
-    A part is taken if it is an instance of a type that the class gives for its name. diffusers' `from_pipe`
-    itself takes only parts of exactly these types, unless they are passed to it by name.
-    """
-    # By a part's name, the types in the annotation of the constructor's argument of this name.
-    types_by_name = _attribute("diffusers", pipeline_class, "_get_signature_types")()
-
-    def is_taken(name: str, part: Any) -> bool:
-        # Some types are no classes, such as `list[X]`, and `issubclass` would refuse them.
-        classes = tuple(kind for kind in types_by_name.get(name, ()) if isinstance(kind, type))
-        return isinstance(part, classes)
-
-    return {name: part for name, part in pipeline.components.items() if is_taken(name, part)}
+    vars_of_class: Any = DiffusionPipeline
+    vars_of_class.from_pipe = classmethod(from_pipe)
 
 
 ROTARY_TABLES = "_prepare_rotary_positional_embeddings"
 """The method of diffusers' CogVideoX pipelines that makes tables of cosines and sines."""
 
 
-def positions(patch_embed: Any, height: int, width: int, frames: int) -> Any:
+def positions(kind: type, attributes: dict[str, Any], height: int, width: int, frames: int) -> Any:
     """Return a patch embedding's table of sinusoidal positions (1, S, C), which is zero for the text.
 
     S is the number of tokens, of the text and then of the patches, and C is the number of channels.
 
     Args:
-        patch_embed: diffusers' module, whose numbers of channels and text tokens apply.
+        kind: diffusers' class.
+        attributes: those of a module of this class, of which the numbers of channels and text tokens apply.
         height, width, frames: size of the latents.
     """
+    patch_embed = SimpleNamespace(**attributes)
     pixel_frames = (frames - 1) * patch_embed.temporal_compression_ratio + 1
-    compute_table = _attribute("diffusers", type(patch_embed), "_get_positional_embeddings")
+    compute_table = _attribute("diffusers", kind, "_get_positional_embeddings")
     return compute_table(patch_embed, height, width, pixel_frames)
 
 

@@ -32,7 +32,7 @@ def swap(place: str) -> None:
     import diffusers
 
     from cogvideox_torchax import AutoencoderKLCogVideoX
-    from cogvideox_torchax.pipelines.port import PIPELINES
+    from cogvideox_torchax.pipelines.call import PIPELINES
 
     vars(diffusers)["AutoencoderKLCogVideoX"] = AutoencoderKLCogVideoX
     if place == "torch":

@@ -13,9 +13,10 @@ import torchax
 from torch.utils.flop_counter import FlopCounterMode
 
 from cogvideox_torchax import AutoencoderKLCogVideoX, runtime, upstream
-from cogvideox_torchax.pipelines import known, networks, transformer
+from cogvideox_torchax.pipelines import networks, transformer
+from cogvideox_torchax.pipelines.call import PIPELINES
 from cogvideox_torchax.pipelines.layers import PatchEmbed
-from cogvideox_torchax.pipelines.port import PIPELINES, PortedPipeline
+from cogvideox_torchax.pipelines.port import KNOWN, PortedPipeline
 from cogvideox_torchax.runtime.clock import CompileClock
 from cogvideox_torchax.runtime.device import import_torchax
 from cogvideox_torchax.vae.torchax.modules import PORTED
@@ -148,9 +149,8 @@ OVERRIDDEN = {
         "to",
         "enable_model_cpu_offload",
         "enable_sequential_cpu_offload",
-        "progress_bar",
     ),
-    **dict.fromkeys((*PORTED.values(), *networks.LAYERS.values(), *known.KNOWN.values()), ("forward",)),
+    **dict.fromkeys((*PORTED.values(), *networks.LAYERS.values(), *KNOWN.values()), ("forward",)),
     transformer.CogVideoXTransformer3DModel: (
         "forward",
         "enable_cache",

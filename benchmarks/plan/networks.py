@@ -29,8 +29,8 @@ from cogvideox_torchax import runtime
 from cogvideox_torchax.files.models import INDEX, locate, read_json
 from cogvideox_torchax.pipelines.cache_options import config_of
 from cogvideox_torchax.pipelines.eight_bits import Weights, quantize
-from cogvideox_torchax.pipelines.known import port_network
 from cogvideox_torchax.pipelines.networks import KnownNetwork
+from cogvideox_torchax.pipelines.port import port_network
 from cogvideox_torchax.pipelines.transformer import CachedStep
 from cogvideox_torchax.runtime.places import describes_one_input
 from cogvideox_torchax.sharding import Parallel

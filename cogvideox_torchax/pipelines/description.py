@@ -156,9 +156,9 @@ def check_inputs(model: Model, *, image: bool, clip: bool) -> None:
 def check_size(model: Model, frames: int, height: int, width: int) -> None:
     """Raise `RequestError` or `ValueError` for a size that the model's patches or positions do not fit."""
     # Imported here, as it imports diffusers, which takes seconds.
-    from cogvideox_torchax.pipelines import port
+    from cogvideox_torchax.pipelines import call
 
-    port.check_size(height, width, model.transformer, model.spatial_compression_ratio)
+    call.check_size(height, width, model.transformer, model.spatial_compression_ratio)
     # Unlike sinusoidal or rotary positions, learned ones cannot be computed for another size.
     if model.transformer["use_learned_positional_embeddings"] and (height, width) != model.size[1:]:
         raise RequestError(

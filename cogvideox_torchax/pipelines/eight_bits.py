@@ -57,13 +57,9 @@ FORMS = (
 """The forms of weights in fewer bits that a ported network takes."""
 
 
-def has_bits(name: str, network: nn.Module) -> bool:
-    """Return whether a network, called `name`, which is not on JAX, has weights for `take_bits`.
-
-    Raises:
-        ValueError: a weight of another form than `FORMS`.
-    """
-    return bool([*_foreign_weights(name, network)])
+def check_bits(name: str, network: nn.Module) -> None:
+    """Raise `ValueError` if a weight of a network, called `name`, has another form than `FORMS`."""
+    list(_foreign_weights(name, network))
 
 
 def take_bits(network: nn.Module) -> None:
@@ -71,7 +67,8 @@ def take_bits(network: nn.Module) -> None:
 
     Other weights that a hook casts in a call are written out: biases, and embeddings, which are few.
     """
-    for layer, key, weight, bits in [*_foreign_weights("", network)]:
+    held = [*_foreign_weights("", network)]
+    for layer, key, weight, bits in held:
         cast_dtype = upstream.cast_dtype(layer)
         if not _is_matrix(layer, key):
             layer._parameters[key] = nn.Parameter(weight.detach().to(cast_dtype), weight.requires_grad)
@@ -82,8 +79,9 @@ def take_bits(network: nn.Module) -> None:
         layer.__class__ = Linear
         as_linear: Any = layer
         as_linear.hold(data, scale, compute_dtype, quant_type)
-    upstream.take_casting(network)
-    runtime.forget_programs(network)
+    if held:
+        upstream.take_casting(network)
+        runtime.forget_programs(network)
 
 
 def _foreign_weights(name: str, network: nn.Module) -> Iterator[tuple[nn.Module, str, Any, Any]]:

@@ -7,7 +7,7 @@ weights of such a network.
 import logging
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import diffusers
 import numpy as np
@@ -21,9 +21,9 @@ from transformers import T5Config, T5EncoderModel
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.files import faults
 from cogvideox_torchax.files.models import INDEX, ModelError, local, not_on_hub, read_json
-from cogvideox_torchax.pipelines.eight_bits import Weights, as_int8, check_weights, quantize
-from cogvideox_torchax.pipelines.known import port_network
-from cogvideox_torchax.pipelines.port import PIPELINES, offload_models, port_pipeline
+from cogvideox_torchax.pipelines.call import PIPELINES
+from cogvideox_torchax.pipelines.eight_bits import Weights, as_int8, check_weights
+from cogvideox_torchax.pipelines.port import offload_models, place_network, port_pipeline
 from cogvideox_torchax.runtime.weights import tie_weights
 from cogvideox_torchax.sharding import Parallel, check_mesh, check_one_slice
 from cogvideox_torchax.vae.checkpoint import (
@@ -48,11 +48,10 @@ WITH_WEIGHTS = STEMS.keys() | {"vae"}
 """The parts of a pipeline that have weights, and so a dtype."""
 
 
-@overload
 def load_pipeline(
     pretrained_model_name_or_path: str | Path,
     *,
-    pipeline_class: None = None,
+    pipeline_class: type[Pipeline] | None = None,
     mesh: Mesh | None = None,
     parallel: Parallel | None = None,
     weights: Weights | None = None,
@@ -60,32 +59,7 @@ def load_pipeline(
     dtype: Dtype = "bfloat16",
     variant: str | None = None,
     **diffusers_options: Any,
-) -> Any: ...
-@overload
-def load_pipeline(
-    pretrained_model_name_or_path: str | Path,
-    *,
-    pipeline_class: type[Pipeline],
-    mesh: Mesh | None = None,
-    parallel: Parallel | None = None,
-    weights: Weights | None = None,
-    offload: bool = False,
-    dtype: Dtype = "bfloat16",
-    variant: str | None = None,
-    **diffusers_options: Any,
-) -> Pipeline: ...
-def load_pipeline(
-    pretrained_model_name_or_path: str | Path,
-    *,
-    pipeline_class: type | None = None,
-    mesh: Mesh | None = None,
-    parallel: Parallel | None = None,
-    weights: Weights | None = None,
-    offload: bool = False,
-    dtype: Dtype = "bfloat16",
-    variant: str | None = None,
-    **diffusers_options: Any,
-) -> Any:
+) -> Pipeline:
     """Load and port a pipeline, each weight going from its file straight to its devices.
 
     The result equals `port(pipeline.from_pretrained(...))`. The host holds one tensor at a time and the
@@ -166,7 +140,7 @@ def load_pipeline(
     # The transformer and the text encoder are loaded here, a weight at a time. diffusers loads all other
     # parts, and takes these two as options.
     networks = {
-        part: _network_without_weights(directory / part, part, dtypes[part], mesh, parallel, weights)
+        part: place_network(_on_meta(directory / part, part, dtypes[part]), part, mesh, parallel, weights)
         for part in STEMS.keys() & parts
     }
     offload_models(networks, mesh, loaded_class.model_cpu_offload_seq, wanted=offload)
@@ -241,23 +215,6 @@ def _load_weights(network: Any, directory: Path, part: str, dtype: torch.dtype, 
     network.put_weights()  # the buffers, which no file has
 
 
-def _network_without_weights(
-    directory: Path,
-    part: str,
-    dtype: torch.dtype,
-    mesh: Any,
-    parallel: Parallel | None,
-    weights: Weights | None,
-) -> Any:
-    """Return the network `part`, ported, for the mesh, without its weights."""
-    network = port_network(_on_meta(directory, part, dtype)).eval()
-    if weights:  # first: the bytes of the weights decide how they use the mesh
-        quantize(network, weights)
-    if mesh is not None:
-        network.place_on(mesh, parallel)
-    return network
-
-
 def _on_meta(directory: Path, part: str, dtype: torch.dtype) -> Any:
     """Return a network by the config in `directory`, whose parameters take no memory: they are on "meta".
 
@@ -268,9 +225,9 @@ def _on_meta(directory: Path, part: str, dtype: torch.dtype) -> Any:
     try:
         with init_empty_weights():
             if part == "text_encoder":
-                return T5EncoderModel(T5Config.from_pretrained(directory))
+                return T5EncoderModel(T5Config.from_pretrained(directory)).eval()
             config: Any = CogVideoXTransformer3DModel.load_config(directory)
-            return CogVideoXTransformer3DModel.from_config(config)
+            return CogVideoXTransformer3DModel.from_config(config).eval()
     finally:
         torch.set_default_dtype(default_dtype)
 

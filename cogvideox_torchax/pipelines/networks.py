@@ -13,11 +13,7 @@ from typing import Any
 import torch
 from diffusers.models.activations import GELU as DiffusersGELU
 from diffusers.models.attention import FeedForward
-from diffusers.models.attention_processor import (
-    Attention,
-    CogVideoXAttnProcessor2_0,
-    FusedCogVideoXAttnProcessor2_0,
-)
+from diffusers.models.attention_processor import Attention
 from diffusers.models.embeddings import CogVideoXPatchEmbed
 from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBlock
 from jax.sharding import Mesh
@@ -26,15 +22,10 @@ from torch.utils import _pytree as pytree
 from transformers.models.t5.modeling_t5 import T5LayerFF, T5LayerSelfAttention
 
 from cogvideox_torchax import runtime, upstream
-from cogvideox_torchax.pipelines import sharding
+from cogvideox_torchax.files.models import saved_from_host
+from cogvideox_torchax.pipelines import loras, sharding
 from cogvideox_torchax.pipelines.blocks import GELU, Block
-from cogvideox_torchax.pipelines.layers import (
-    AttnProcessor,
-    FusedAttnProcessor,
-    LayerNorm,
-    Linear,
-    PatchEmbed,
-)
+from cogvideox_torchax.pipelines.layers import LayerNorm, Linear, PatchEmbed
 from cogvideox_torchax.pipelines.sequence import SequencePlacement
 from cogvideox_torchax.runtime.gradients import comes_from_input
 from cogvideox_torchax.runtime.models import PortedModel
@@ -52,23 +43,14 @@ LAYERS: dict[type[nn.Module], type[nn.Module]] = {
 }
 """The class that each layer of a network becomes."""
 
-PROCESSORS: dict[Any, Any] = {
-    CogVideoXAttnProcessor2_0: AttnProcessor,
-    FusedCogVideoXAttnProcessor2_0: FusedAttnProcessor,
-}
-"""The class that each attention processor becomes."""
-
 SPLIT_LAYERS = (PatchEmbed, Block, Attention, FeedForward, T5LayerSelfAttention, T5LayerFF)
 """The layers whose inputs and outputs are sequences, which a mesh may split."""
 
 
 def port_layers(network: nn.Module) -> None:
-    """Give the layers of a network, and their attention processors, their ported classes, in place."""
+    """Give the layers of a network their ported classes, in place."""
     for module in network.modules():
         module.__class__ = LAYERS.get(type(module), type(module))
-        processor = getattr(module, "processor", None)
-        if type(processor) in PROCESSORS:
-            processor.__class__ = PROCESSORS[type(processor)]
 
 
 class _SetForwards(threading.local):
@@ -115,6 +97,15 @@ class CompiledNetwork(PortedModel):
             f"{self.component}: enable_parallelism is for PyTorch on several GPUs: leave it out, and pass "
             "mesh=make_mesh(dp=..., tp=...) to port or load_pipeline, which splits the work over devices"
         )
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Have those methods of the stock class, the last base, that read weights find them in PyTorch."""
+        super().__init_subclass__(**options)
+        stock: Any = cls.__bases__[-1]
+        for name, method in loras.methods_in_pytorch(stock, loras.NETWORK_METHODS).items():
+            setattr(cls, name, method)
+        if hasattr(stock, "save_pretrained"):
+            cls.save_pretrained = saved_from_host(stock.save_pretrained)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the network; on JAX, a `forward` set on this object runs operation by operation.
@@ -183,15 +174,12 @@ class CompiledNetwork(PortedModel):
         Raises:
             ValueError: `choose_parallelism` raises it, or `make_mesh` did not make the mesh.
         """
-        keeps_choice = mesh == self._mesh and parallel is None and memory is None
-        if not keeps_choice:
-            # A static method, which also takes networks that are not ported: `self` is its first argument.
-            self.use_mesh(mesh, self.choose_parallelism(self, check_mesh(mesh), parallel, memory))
-
-    def use_mesh(self, mesh: Mesh, parallelism: Any) -> None:
-        """Compile for a mesh and a result of `choose_parallelism` from now on; drop programs for others."""
-        if (mesh, parallelism) != (self._mesh, self.parallelism):
-            self._mesh, self.parallelism = mesh, parallelism
+        if mesh == self._mesh and parallel is None and memory is None:
+            return
+        # A static method, which also takes networks that are not ported: `self` is its first argument.
+        chosen = self.choose_parallelism(self, check_mesh(mesh), parallel, memory)
+        if (mesh, chosen) != (self._mesh, self.parallelism):
+            self._mesh, self.parallelism = mesh, chosen
             runtime.forget_programs(self)
 
     @staticmethod
@@ -215,9 +203,7 @@ class CompiledNetwork(PortedModel):
                 f"got parallel={requested!r} for a {type(network).__name__}, whose tokens and channels are "
                 "not split: pass parallel=None"
             )
-        return sharding.BatchParallelism(
-            split=sharding.exceed_share(bytes_of(network), memory_of(mesh, memory))
-        )
+        return sharding.BatchParallelism(split=sharding.exceed_share(bytes_of(network), mesh, memory))
 
 
 def bytes_of(network: nn.Module) -> int:
@@ -232,11 +218,6 @@ def device_bytes_of(model: PortedModel) -> int:
     if placement is not None:
         shapes = {n: placement.weight_sharding(n, shape).shard_shape(shape) for n, shape in shapes.items()}
     return sum(math.prod(shapes[name]) * weight.element_size() for name, weight in weights.items())
-
-
-def memory_of(mesh: Mesh, memory: float | None) -> float | None:
-    """Return `memory`, or the bytes of a device of the mesh; None if they are not known."""
-    return sharding.memory_of(mesh) if memory is None else memory
 
 
 class KnownNetwork(CompiledNetwork):
@@ -265,6 +246,7 @@ class KnownNetwork(CompiledNetwork):
         Programs are found again by the network's form, if it has one, and by the modules that it holds. The
         result is None if this model is not stock (`runtime.trees`), and has to run as it is.
         """
+        self.check_modules()  # raises if a `forward` that was set on this object has put in other modules
         return runtime.programs_of(self).get(getattr(network, "form", None), network, self._compile_for)
 
     def _compile_for(self, network: Any) -> runtime.Program | None:

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.pipelines.sharding import (
@@ -311,18 +312,14 @@ class SequencePlacement(MeshPlace):
             on_result=self._constrain_sequences,
         )
 
-    def _constrain_sequences(self, name: str, value: Any) -> Any:
-        """Return a layer's arguments or result with its sequences sharded.
+    def _constrain_sequences(self, _name: str, value: Any) -> Any:
+        """Return a layer's arguments or result with its sequences, tensors of three axes on JAX, sharded."""
+        constrain = runtime.torch_view(self.constrain)
 
-        `value` may be nested. Its tensors of three axes on JAX are sequences.
-        """
-        if isinstance(value, dict):
-            return {key: self._constrain_sequences(name, item) for key, item in value.items()}
-        if isinstance(value, tuple):
-            return tuple(self._constrain_sequences(name, item) for item in value)
-        if not isinstance(value, torch.Tensor) or value.ndim != 3 or not runtime.on_jax(value):
-            return value
-        return runtime.torch_view(self.constrain)(value)
+        def constrained(tensor: torch.Tensor) -> torch.Tensor:
+            return constrain(tensor) if tensor.ndim == 3 and runtime.on_jax(tensor) else tensor
+
+        return pytree.tree_map_only(torch.Tensor, constrained, value)
 
     def weight_sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
         return weight_sharding(self.mesh, name, shape, self.parallelism)

@@ -86,11 +86,12 @@ class BatchParallelism:
         return f"batch over dp, weights {'split' if self.split else 'whole'}, tokens not split"
 
 
-def exceed_share(weight_bytes: int, memory: float | None) -> bool:
-    """Return whether whole weights take more than `SHARE_OF_WEIGHTS` of a device's memory.
+def exceed_share(weight_bytes: int, mesh: Mesh, memory: float | None = None) -> bool:
+    """Return whether whole weights take more than `SHARE_OF_WEIGHTS` of a device's `memory` in bytes.
 
-    If the memory is not known (None), they are taken to fit.
+    Without `memory` the device says it; if it does not, the weights are taken to fit.
     """
+    memory = memory_of(mesh) if memory is None else memory
     return memory is not None and weight_bytes > SHARE_OF_WEIGHTS * memory
 
 
@@ -107,7 +108,7 @@ def choose_parallelism(
         heads: number of attention's heads.
         weight_bytes: bytes of the whole weights. If tokens are split, and `exceed_share` is true for the
             weights, they are gathered a layer at a time.
-        memory: bytes of a device's memory; None if they are not known.
+        memory: bytes of a device's memory; None asks the device.
         requested: the user's choice; None for none.
 
     Raises:
@@ -126,7 +127,7 @@ def choose_parallelism(
         return Parallelism(TENSOR, reason=f"tp={tp} does not divide {heads} heads")
     if requested == TENSOR:
         return Parallelism(TENSOR, reason="requested")
-    gathered = tp > 1 and exceed_share(weight_bytes, memory)
+    gathered = tp > 1 and exceed_share(weight_bytes, mesh, memory)
     return Parallelism(CONTEXT, gathered, "requested" if requested else f"tp={tp} divides {heads} heads")
 
 

@@ -17,37 +17,6 @@ class NonFiniteError(ArithmeticError):
     """A NaN or Inf in a denoising step; the message names the step."""
 
 
-class _Steps:
-    """A callback at the end of each step that checks the step before, and then calls the user's callback."""
-
-    def __init__(self, callback: Any, names: list[str]):
-        self._callback = callback
-        self._names = names
-        self._last: tuple[Any, str, torch.dtype] | None = None
-
-    def __call__(self, pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
-        latents = values[LATENTS]
-        # The test is in the device's queue before the next step's network, and is read when that is there
-        # too: the device does not wait.
-        self.check()
-        place = f"step {step + 1} of {pipe.num_timesteps} (timestep {int(timestep)})"
-        self._last = runtime.all_finite(latents), place, latents.dtype
-        if self._callback is None:
-            return {}
-        return self._callback(pipe, step, timestep, {name: values[name] for name in self._names})
-
-    def check(self) -> None:
-        """Raise `NonFiniteError` if the last step's latents hold a NaN or an Inf; this waits for them."""
-        if self._last is None or self._last[0]:
-            return
-        _, place, dtype = self._last
-        raise NonFiniteError(
-            f"{place} gave NaN or Inf in {dtype}: "
-            f"{'float16 overflows in this model, ' if dtype == torch.float16 else ''}load the pipeline with "
-            "dtype=torch.bfloat16 or torch.float32, and check the weights"
-        )
-
-
 def run_checked(call: Callable[..., Any], pipe: Any, args: Any, kwargs: Any) -> Any:
     """Run a pipeline's call; raise `NonFiniteError` after the first step whose latents are not finite.
 
@@ -56,14 +25,32 @@ def run_checked(call: Callable[..., Any], pipe: Any, args: Any, kwargs: Any) -> 
     signature = inspect.signature(call)
     if not {CALLBACK, INPUTS} <= signature.parameters.keys():
         return call(pipe, *args, **kwargs)
-    arguments = signature.bind(pipe, *args, **kwargs).arguments
-    callback = arguments.get(CALLBACK)
-    names: list[str] = list(arguments.get(INPUTS, signature.parameters[INPUTS].default) or ())
+    bound = signature.bind(pipe, *args, **kwargs)
+    callback = bound.arguments.get(CALLBACK)
+    names: list[str] = list(bound.arguments.get(INPUTS, signature.parameters[INPUTS].default) or ())
     if isinstance(callback, PipelineCallback | MultiPipelineCallbacks):
         names = callback.tensor_inputs
-    steps = _Steps(callback, names)
-    bound = signature.bind(pipe, *args, **kwargs)
-    bound.arguments |= {CALLBACK: steps, INPUTS: [*dict.fromkeys([*names, LATENTS])]}
+    last_step: Any = (True, "", None)  # whether its latents are finite, its name, and their dtype
+
+    def check_last_step() -> None:  # this waits for the step
+        is_finite, place, dtype = last_step
+        if not is_finite:
+            raise NonFiniteError(
+                f"{place} gave NaN or Inf in {dtype}: "
+                f"{'float16 overflows in this model, ' if dtype == torch.float16 else ''}load the pipeline "
+                "with dtype=torch.bfloat16 or torch.float32, and check the weights"
+            )
+
+    def end_step(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        nonlocal last_step
+        # The test is in the device's queue before the next step's network, and is read when that is there
+        # too: the device does not wait.
+        check_last_step()
+        place = f"step {step + 1} of {pipe.num_timesteps} (timestep {int(timestep)})"
+        last_step = runtime.all_finite(values[LATENTS]), place, values[LATENTS].dtype
+        return callback(pipe, step, timestep, {name: values[name] for name in names}) if callback else {}
+
+    bound.arguments |= {CALLBACK: end_step, INPUTS: [*dict.fromkeys([*names, LATENTS])]}
     result = call(*bound.args, **bound.kwargs)
-    steps.check()
+    check_last_step()
     return result

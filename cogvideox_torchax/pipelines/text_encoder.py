@@ -8,7 +8,6 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.t5.modeling_t5 import T5EncoderModel as TransformersT5Encoder
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.files.models import saved_from_host
 from cogvideox_torchax.pipelines.networks import KnownNetwork
 
 
@@ -32,7 +31,6 @@ class T5EncoderModel(KnownNetwork, TransformersT5Encoder):
     """The T5 encoder on torchax, with the names of transformers: one program encodes a prompt."""
 
     network_class = TextEncoding
-    save_pretrained = saved_from_host(TransformersT5Encoder.save_pretrained)
 
     def forward(
         self,
@@ -44,7 +42,6 @@ class T5EncoderModel(KnownNetwork, TransformersT5Encoder):
         """Encode by a program if weights are on JAX and no option is set; else by transformers' forward."""
         if not runtime.is_on_jax(self) or any(value is not None for value in options.values()):
             return super().forward(input_ids, attention_mask, inputs_embeds, **options)
-        self.check_modules()  # raises if a `forward` that was set on this object has put in other modules
         tensors = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,

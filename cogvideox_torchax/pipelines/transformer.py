@@ -15,16 +15,10 @@ from jax.sharding import Mesh
 from torch import nn
 
 from cogvideox_torchax import runtime, upstream
-from cogvideox_torchax.files.models import saved_from_host
-from cogvideox_torchax.pipelines import cached_layers, caches, loras, sharding
+from cogvideox_torchax.pipelines import cached_layers, caches, sharding
 from cogvideox_torchax.pipelines.blocks import Block, joined_step
 from cogvideox_torchax.pipelines.layers import PatchEmbed
-from cogvideox_torchax.pipelines.networks import (
-    KnownNetwork,
-    bytes_of,
-    check_split,
-    memory_of,
-)
+from cogvideox_torchax.pipelines.networks import KnownNetwork, bytes_of, check_split
 from cogvideox_torchax.runtime.trees import change_in, replaced_method
 from cogvideox_torchax.sharding import Parallel
 
@@ -109,7 +103,6 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
         "transformer_blocks": (Block,),
     }
     network_class = TransformerStep
-    save_pretrained = saved_from_host(DiffusersTransformer.save_pretrained)
     step_cache: caches.StepCache | None = None
     """The enabled cache, which has the number of steps that it skipped; None without a cache."""
 
@@ -161,7 +154,7 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
             mesh,
             heads=network.config["num_attention_heads"],
             weight_bytes=bytes_of(network),
-            memory=memory_of(mesh, memory),
+            memory=memory,
             requested=requested,
         )
         return check_split(network, mesh, chosen)
@@ -172,6 +165,15 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
         if self.step_cache is not None and not runtime.is_on_jax(self):
             upstream.put_hooks(self, vars(self).pop("step_cache").hooks)
         return moved
+
+    def _name_idle_devices(self, videos: int) -> None:
+        """Log a line, once, if the devices along "dp" do the same work for a batch of so many videos."""
+        dp = 1 if self.mesh is None else self.mesh.shape["dp"]
+        is_split = dp == 1 or self.placement.batch_axis(videos) or "dp" in self.placement.token_axes(videos)
+        if not is_split:
+            words = f"the dp={dp} groups of devices do the same work, as they share a batch of {videos}"
+            advice = f"without guidance pass mesh=make_mesh(dp=1, tp={self.mesh.size})"
+            runtime.warn_once(self, f"{self.component}: {words}; {advice}")
 
     @functools.wraps(DiffusersTransformer.forward)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -207,7 +209,7 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
             raise ValueError(f'got inputs on {inputs} for weights {weights}: move both .to("jax")')
         if not inputs_on_jax:
             return super().forward(hidden_states, encoder_hidden_states, timestep, **options)
-        self.check_modules()  # raises if a `forward` that was set on this object has put in other modules
+        self._name_idle_devices(len(hidden_states))
         frames, _channels, height, width = hidden_states.shape[1:]
         patch_embed: Any = self.patch_embed
         # The program's inputs, by name; those that are None are left out.
@@ -237,7 +239,3 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
             self, hidden_states, sample, "on JAX a transformer has no gradients"
         )
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
-
-
-for _name, _method in loras.methods_in_pytorch(DiffusersTransformer, loras.NETWORK_METHODS).items():
-    setattr(CogVideoXTransformer3DModel, _name, _method)

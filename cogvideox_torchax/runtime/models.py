@@ -20,8 +20,7 @@ def save_as_stock(model: nn.Module) -> None:
     stock_classes = (
         base for base in type(model).__mro__ if base.__module__.partition(".")[0] != this_package
     )
-    # diffusers writes the package of each part's `__module__` into model_index.json, and `from_pretrained`
-    # imports the part's class from it.
+    # diffusers writes the package of a part's `__module__` into model_index.json, to import its class from.
     vars(model)["__module__"] = next(stock_classes).__module__
 
 

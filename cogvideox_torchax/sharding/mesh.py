@@ -13,18 +13,24 @@ Parallel = Literal["context", "tensor"]
 """The dimension that a transformer splits over "tp": its tokens, or its weights' channels."""
 
 
-def make_mesh(dp: int = 1, tp: int | None = None, *, devices: Any = None) -> Mesh:
+def make_mesh(
+    dp: int | None = None, tp: int | None = None, *, guided: bool = False, devices: Any = None
+) -> Mesh:
     """Make a mesh with the axes "dp" and "tp", for `port(..., mesh=mesh)`.
 
     Args:
-        dp: number of devices that split a batch.
+        dp: number of devices that split a batch; None for 1, or with guidance for 2 where there are as many.
         tp: number of devices that split a width; None for all devices over `dp`.
+        guided: whether a pipeline is called with classifier-free guidance, so that each video is twice in a
+            batch. Without it the devices of an axis "dp" would do the same work.
         devices: devices in order, of which the first dp * tp are used; None for `jax.devices()`.
 
     Raises:
         ValueError: sizes below one, more devices than there are, or a dp that does not divide them.
     """
     devices = np.asarray(jax.devices() if devices is None else devices).reshape(-1)
+    if dp is None:
+        dp = 2 if guided and devices.size % (2 * (tp or 1)) == 0 else 1
     if any(not isinstance(size, int) or size < 1 for size in (dp, 1 if tp is None else tp)):
         raise ValueError(f"got a mesh of dp={dp!r}, tp={tp!r}: both must be whole numbers of at least 1")
     if tp is None and devices.size % dp:

@@ -131,12 +131,16 @@ class ChunkedVAE(PortedModel, DiffusersAutoencoder):
         num_frames: int | None,
         *,
         as_uint8: bool = False,
+        finish: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> Iterator[torch.Tensor]:
-        """Check an input, and return an iterator over its chunks' results, which are copied to the host."""
+        """Check an input, and return an iterator over its chunks' results, which are copied to the host.
+
+        Before that, `finish` changes a result where it is.
+        """
         # `source` is the whole input, or an iterable of its pieces, with `num_frames` frames in all.
         chunks, size = self._checked_chunks(direction, source, num_frames)
         results = self.results(direction, chunks, self._tile_plan(direction, size), as_uint8)
-        return fetched_one_behind(results)
+        return fetched_one_behind(results if finish is None else map(finish, results))
 
     def _checked_chunks(
         self, direction: Direction, source: torch.Tensor | Iterable[torch.Tensor], num_frames: int | None

@@ -331,15 +331,6 @@ def test_a_cache_applied_by_diffusers_function_is_seen(ported):
     assert is_as_stock(ported)
 
 
-def test_the_progress_bar_counts_the_steps_and_says_how_many_were_skipped(ported, capsys):
-    ported.set_progress_bar_config(disable=False, ascii=True)
-    latents(ported)
-    ported.set_progress_bar_config(disable=True)
-    shown, skipped = capsys.readouterr().err, ported.transformer.step_cache.computed.count(False)
-    assert f"{STEPS}/{STEPS}" in shown
-    assert f"{skipped} of {STEPS} steps skipped" in shown
-
-
 @pytest.mark.parametrize(
     "config", [SeaCacheConfig(), TaylorSeerCacheConfig()], ids=lambda c: type(c).__name__
 )

@@ -194,6 +194,8 @@ def test_a_result_whose_width_does_not_divide_is_split_by_another_axis_or_refuse
 def test_a_mesh_has_the_axes_and_sizes_that_were_asked_for():
     for given, sizes in (((), (1, 8)), ((2,), (2, 4)), ((2, 3), (2, 3)), ((8, 1), (8, 1))):
         assert dict(make_mesh(*given).shape) == dict(zip(("dp", "tp"), sizes, strict=True))
+    assert dict(make_mesh(guided=True).shape) == {"dp": 2, "tp": 4}
+    assert dict(make_mesh(guided=True, devices=jax.devices()[:3]).shape) == {"dp": 1, "tp": 3}
     assert make_mesh().axis_types == (AxisType.Auto, AxisType.Auto)
 
 

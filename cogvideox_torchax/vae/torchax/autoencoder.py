@@ -8,7 +8,7 @@ Axis letters: N videos, C channels, T frames, H rows, W columns. Tensors are NCT
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +39,8 @@ OPTIONS = {"revision", "token", "cache_dir", "local_files_only", "force_download
 NO_GRADIENT_IN_TILES = "gradients do not pass through tiles on JAX: call disable_tiling() before"
 
 
-def _from_pipe_with_ported_parts(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
-    """Make a pipeline of the class `kind` from another one's parts, by `make`, diffusers' own `from_pipe`.
-
-    The ported parts are passed to `make` by name. By itself it would leave them out: it takes only parts of
-    exactly the expected class, and a ported class is a subclass.
-    """
-    ported = {
-        name: part
-        for name, part in upstream.parts_for(kind, pipeline).items()
-        if isinstance(part, PortedModel)
-    }
-    return make(kind, pipeline, **{**ported, **options})  # a part in `options` replaces a ported one
-
-
 # This runs at import, because an unpickled model has called nothing of this module.
-upstream.wrap_from_pipe(_from_pipe_with_ported_parts)
+upstream.hand_over(PortedModel)
 
 
 class AutoencoderKLCogVideoX(ChunkedVAE):
@@ -282,10 +268,11 @@ def check_vae_class(model: Any) -> None:
         )
 
 
-def port_vae(vae: Any) -> Any:
+def port_vae(vae: Any, mesh: Mesh | None = None) -> Any:
     """Give a VAE of diffusers and its modules their ported classes, in place; return the model.
 
-    A second call ports only modules that were added since the first call.
+    A second call ports only modules that were added since the first call. Without a mesh the model stays
+    where it is.
     """
     if not isinstance(vae, PortedModel):
         vae.__class__ = _ported_class(type(vae))
@@ -296,6 +283,8 @@ def port_vae(vae: Any) -> Any:
             if getattr(module, "gradient_checkpointing", False):
                 module._gradient_checkpointing_func = runtime.rematerialized  # pyright: ignore
     port_modules(vae)
+    if mesh is not None:
+        vae.place_on(mesh)
     return vae
 
 
