@@ -373,11 +373,6 @@ CASTING_HOOKS = "layerwise_casting", "peft_autocast_disable"
 """The names of diffusers' hooks for weights that are cast layer by layer; the first one casts."""
 
 
-def is_cast(network: Any) -> bool:
-    """Return whether hooks of diffusers cast a network's weights layer by layer."""
-    return any(hooked.name == CASTING_HOOKS[0] for hooked in _hooks_of(network))
-
-
 def cast_dtype(module: Any) -> Any:
     """Return the dtype to which a hook of diffusers casts a module's own weights in a call; None for none."""
     registry = vars(module).get("_diffusers_hook")

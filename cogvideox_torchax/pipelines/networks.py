@@ -5,6 +5,7 @@ replaces. It adds a second way to run: plain torch tensors run the inherited for
 compiled program.
 """
 
+import functools
 import math
 import threading
 from dataclasses import replace
@@ -102,8 +103,8 @@ class CompiledNetwork(PortedModel):
         """Have those methods of the stock class, the last base, that read weights find them in PyTorch."""
         super().__init_subclass__(**options)
         stock: Any = cls.__bases__[-1]
-        for name, method in loras.methods_in_pytorch(stock, loras.NETWORK_METHODS).items():
-            setattr(cls, name, method)
+        for name in filter(functools.partial(hasattr, stock), loras.METHODS):
+            setattr(cls, name, loras.in_pytorch(getattr(stock, name)))
         if hasattr(stock, "save_pretrained"):
             cls.save_pretrained = saved_from_host(stock.save_pretrained)
 

@@ -24,7 +24,7 @@ from torch import nn
 from transformers.models.t5.modeling_t5 import T5EncoderModel as TransformersT5Encoder
 
 from cogvideox_torchax import runtime, upstream
-from cogvideox_torchax.pipelines import loras, sharding
+from cogvideox_torchax.pipelines import sharding
 from cogvideox_torchax.pipelines.blocks import Block
 from cogvideox_torchax.pipelines.call import WRAPPERS
 from cogvideox_torchax.pipelines.eight_bits import Weights, check_bits, quantize, take_bits
@@ -175,6 +175,7 @@ def _check(name: str, model: Any, mesh: Any, parallel: Parallel | None) -> None:
     if isinstance(model, DiffusersAutoencoder):
         return
     check_vae_class(model)  # a VAE of another package must not be taken for an unknown network
+    mesh = getattr(model, "mesh", None) if mesh is None else mesh
     if mesh is not None:
         requested = parallel if name == "transformer" else None
         ported_class(type(model)).choose_parallelism(model, mesh, requested)
@@ -247,7 +248,7 @@ def offload_models(models: dict[str, Any], mesh: Any, sequence: str | None, *, w
 
 def _check_not_cast(model: Any) -> None:
     """Raise `ValueError` for a model with diffusers' hooks that cast its weights during a call."""
-    if upstream.is_cast(model):
+    if any(upstream.cast_dtype(module) is not None for module in model.modules()):
         raise ValueError(
             f"the weights of a {type(model).__name__} are cast layer by layer, which works on JAX only where "
             "it is enabled before port, for a transformer and a text encoder: load the pipeline again"
@@ -327,8 +328,6 @@ def _ported_pipeline_class(kind: type) -> type:
         {
             **{name: _wrapped(kind, name) for name in WRAPPERS if hasattr(kind, name)},
             "__module__": kind.__module__,
-            # Methods that load and change LoRAs: they run while the weights are in PyTorch.
-            **loras.methods_in_pytorch(kind, loras.PIPELINE_METHODS),
         },
     )
 
