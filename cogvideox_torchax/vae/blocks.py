@@ -204,25 +204,15 @@ def downsample(params: Params, x_NTHWC: jax.Array, *, compress_time: bool, split
     )
 
 
-def upsample(
-    params: Params,
-    x_NTHWC: jax.Array,
-    *,
-    expand_time: bool,
-    first_frame_alone: bool | None = None,
-    split: Split = WHOLE,
-) -> jax.Array:
+def upsample(params: Params, x_NTHWC: jax.Array, *, expand_time: bool, split: Split = WHOLE) -> jax.Array:
     """Double height, width and, with `expand_time`, the number of frames; then convolve each frame.
 
-    `params` are `conv.weight` (kh, kw, I, O) and `conv.bias`. `first_frame_alone` says whether the first
-    frame stays single; None for true if the number of frames is odd.
+    `params` are `conv.weight` (kh, kw, I, O) and `conv.bias`. A first frame that is alone stays single.
     """
-    if first_frame_alone is None:
-        first_frame_alone = first_frame_is_alone(x_NTHWC.shape[1])
     return jax_kernels.upsample(
         x_NTHWC,
         *_kernel_and_bias(part(params, "conv"), x_NTHWC),
         expand_time=expand_time,
-        first_frame_alone=first_frame_alone,
+        first_frame_alone=first_frame_is_alone(x_NTHWC.shape[1]),
         split=split,
     )

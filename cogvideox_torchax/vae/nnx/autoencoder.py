@@ -75,7 +75,6 @@ class Network:
         structure: the tree structure of the modules that run; its leaves are the weights.
         dtype: the dtype to compute in.
         as_uint8: whether decoded frames are bytes, and not floats in [-1, 1].
-        frame_by_frame: whether each chunk has one latent frame.
         records: whether the result is the outputs of all layers, by diffusers' names.
         pallas: the setting that turns Pallas kernels on or off, as a change of it gives another program.
         weights: `jax.ShapeDtypeStruct`s, to compile ahead of time; None if a program gets weights at a call.
@@ -85,7 +84,6 @@ class Network:
     structure: Any
     dtype: Any
     as_uint8: bool = False
-    frame_by_frame: bool = False
     records: bool = False
     pallas: str = dataclasses.field(default_factory=pallas_mode)
     weights: list[Any] | None = dataclasses.field(default=None, compare=False)
@@ -104,11 +102,7 @@ class Network:
         if chunk.dtype == jnp.uint8:
             # `from_uint8` turns the zeros of padding columns into -1, and the kernels need zeros there.
             chunk = with_clear_padding(from_uint8(chunk, "float32"), split)
-        # A chunk's first frame stays single where the number of frames is doubled, if this number is odd,
-        # which otherwise only the video's first chunk has. With `frame_by_frame` all chunks have one frame,
-        # so the later ones, which get a cache, need False.
-        first_frame_alone = False if cache is not None and self.frame_by_frame else None
-        context = Context({}, split, first_frame_alone)
+        context = Context({}, split)
         # `frames_first` turns HWNTC into the NTHWC of the network, and `pixels_first` turns it back. A TPU
         # computes in HWNTC. With caches in another order, each program would rearrange them twice.
         cache = jax.tree.map(frames_first, cache)
@@ -175,35 +169,31 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         return nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), **dtypes))
 
     @classmethod
-    def from_tensors(
+    def from_state_dict(
         cls,
-        config: FlaxAutoencoderKLCogVideoXConfig,
-        tensors: Iterable[tuple[str, Any]],
+        config: FlaxAutoencoderKLCogVideoXConfig | Mapping[str, Any],
+        state_dict: Mapping[str, Any] | Iterable[tuple[str, np.ndarray]],
         *,
         source: object = "the state dict",
-        dtype: DTypeLike = jnp.float32,
-        param_dtype: DTypeLike = jnp.float32,
+        **dtypes: Any,
     ) -> "FlaxAutoencoderKLCogVideoX":
-        """Build a model from diffusers' tensors, which are given as for `load_tensors`.
+        """Build a model from diffusers' tensors.
+
+        Args:
+            config: the sizes of the model.
+            state_dict: a torch state dict, or pairs of a name and a NumPy array, read one at a time.
+            source: what an error calls the weights.
+            dtypes: the class's `dtype` and `param_dtype`.
 
         Raises:
             ModelError: a tensor is missing, left over or of another shape.
         """
-        model = cls.weightless(config, dtype=dtype, param_dtype=param_dtype)
-        model.load_tensors(tensors, source=source)
-        return model
-
-    @classmethod
-    def from_state_dict(
-        cls,
-        config: FlaxAutoencoderKLCogVideoXConfig | Mapping[str, Any],
-        state_dict: dict[str, Any],
-        **dtypes: Any,
-    ) -> "FlaxAutoencoderKLCogVideoX":
-        """Build a model from a torch state dict; `dtypes` are the class's `dtype` and `param_dtype`."""
         if not isinstance(config, FlaxAutoencoderKLCogVideoXConfig):
             config = FlaxAutoencoderKLCogVideoXConfig.from_dict(config)
-        return cls.from_tensors(config, weights.from_torch(state_dict), **dtypes)
+        model = cls.weightless(config, **dtypes)
+        tensors = weights.from_torch(state_dict) if isinstance(state_dict, Mapping) else state_dict
+        model.load_tensors(tensors, source=source)
+        return model
 
     @classmethod
     def from_pretrained(
@@ -240,8 +230,8 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
             cache_dir=cache_dir,
             local_files_only=local_files_only,
         )
-        return cls.from_tensors(
-            FlaxAutoencoderKLCogVideoXConfig.from_file(directory),
+        return cls.from_state_dict(
+            checkpoint.read_config(directory),
             checkpoint.read_tensors(checkpoint.weight_files(directory, variant)),
             source=directory,
             dtype=dtype,
@@ -290,16 +280,6 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         """
         return self._joined_results(DECODE, z)
 
-    def decode_frame_by_frame(self, z: jax.Array) -> jax.Array:
-        """Decode latents in chunks of one latent frame, which takes about half the memory of `decode`.
-
-        **The frames differ from those of `decode`.** GroupNorm's statistics span the frames of a chunk, and
-        the network was trained on chunks of two. docs/accuracy.md has the measured difference. The first
-        latent frame gives one frame and each later one gives four, so the result has 4 t - 3 frames. For an
-        even t, `decode` gives 4 t.
-        """
-        return self._joined_results(DECODE, z, frame_by_frame=True)
-
     def encode_stream(self, x: jax.Array) -> Iterator[Posterior]:
         """Encode chunk by chunk; a chunk is computed when its latents are asked for."""
         return map(Posterior.from_moments, self._stream(ENCODE, x))
@@ -318,14 +298,10 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
             raise ValueError(f"decode_stream got output_dtype {output_dtype}: None or jnp.uint8")
         return self._stream(DECODE, z, as_uint8=output_dtype is not None)
 
-    def _joined_results(
-        self, direction: Direction, x: jax.Array, *, frame_by_frame: bool = False
-    ) -> jax.Array:
-        return runtime.concatenate(list(self._stream(direction, x, frame_by_frame=frame_by_frame)), 1)
+    def _joined_results(self, direction: Direction, x: jax.Array) -> jax.Array:
+        return runtime.concatenate(list(self._stream(direction, x)), 1)
 
-    def _stream(
-        self, direction: Direction, x: jax.Array, *, frame_by_frame: bool = False, **options: bool
-    ) -> Iterator[jax.Array]:
+    def _stream(self, direction: Direction, x: jax.Array, **options: bool) -> Iterator[jax.Array]:
         """Check an input, and return an iterator over its chunks' results; `options` are those of `step`."""
         if not isinstance(x, jax.Array | np.ndarray):
             raise ValueError(
@@ -338,12 +314,12 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         if not jnp.issubdtype(x.dtype, jnp.floating) and (direction, x.dtype) != (ENCODE, jnp.uint8):
             raise integers_refused(direction, x.dtype)
         check_values(direction, runtime.largest_of(x), lambda: runtime.first_nonfinite_of(x), NTHWC)
-        frame_ranges = chunks.plan(x.shape[1], 1) if frame_by_frame else direction.chunks(self, x.shape[1])
         # If `x` is a NumPy array, only one chunk's frames at a time go to the device.
-        cut_chunks = (runtime.take(x, 1, frames.start, len(frames)) for frames in frame_ranges)
+        cut_chunks = (
+            runtime.take(x, 1, frames.start, len(frames)) for frames in direction.chunks(self, x.shape[1])
+        )
         tile_plan = None if self.tiles is None else self.tiles.plan(direction, x.shape[2:4], scale)
-        step = self.step(direction, tile_plan, frame_by_frame=frame_by_frame, **options)
-        return chunks.run(step, cut_chunks)
+        return chunks.run(self.step(direction, tile_plan, **options), cut_chunks)
 
     def step(self, direction: Direction, plan: tiling.TilePlan | None = None, **options: Any) -> chunks.Step:
         """Return the step of a direction on arrays of JAX or NumPy, with the weights as they are now.

@@ -2,13 +2,9 @@
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.vae import checkpoint, chunks
-
-NEVER_READ = ("sample_size",)
-"""The fields of old config files that diffusers' class ignores."""
 
 DOWN_BLOCK = "CogVideoXDownBlock3D"
 UP_BLOCK = "CogVideoXUpBlock3D"
@@ -49,26 +45,25 @@ class FlaxAutoencoderKLCogVideoXConfig:
 
     def __post_init__(self) -> None:
         levels = len(self.block_out_channels)
-        supported_types = {
-            "down_block_types": (DOWN_BLOCK,) * levels,
-            "up_block_types": (UP_BLOCK,) * levels,
+        is_time_supported = (
+            2**self.time_doublings == self.temporal_compression_ratio and self.time_doublings < levels
+        )
+        # Of each field that may not have any value: whether its value is supported, and which ones are.
+        checks = {
+            "down_block_types": (self.down_block_types == (DOWN_BLOCK,) * levels, f"{levels} {DOWN_BLOCK}"),
+            "up_block_types": (self.up_block_types == (UP_BLOCK,) * levels, f"{levels} {UP_BLOCK}"),
+            "act_fn": (self.act_fn in ("silu", "swish"), "'silu'"),
+            "temporal_compression_ratio": (is_time_supported, f"a power of two below {2**levels}"),
+            "norm_num_groups": (
+                not any(channels % self.norm_num_groups for channels in self.block_out_channels),
+                f"a divisor of each of {self.block_out_channels}",
+            ),
         }
-        for field, supported in supported_types.items():
-            if getattr(self, field) != supported:
+        for field, (is_supported, supported) in checks.items():
+            if not is_supported:
                 raise checkpoint.ModelError(
-                    f"{field} is {getattr(self, field)}: the Flax build has {supported}"
+                    f"{field} is {getattr(self, field)!r}: the Flax build takes {supported}"
                 )
-        if self.act_fn not in ("silu", "swish"):
-            raise checkpoint.ModelError(f"act_fn is {self.act_fn!r}: the Flax build has 'silu'")
-        if 2**self.time_doublings != self.temporal_compression_ratio or self.time_doublings >= levels:
-            raise checkpoint.ModelError(
-                f"temporal_compression_ratio is {self.temporal_compression_ratio} for {levels} blocks: it is "
-                f"a power of two below {2**levels}"
-            )
-        if any(channels % self.norm_num_groups for channels in self.block_out_channels):
-            raise checkpoint.ModelError(
-                f"norm_num_groups is {self.norm_num_groups}: it must divide each of {self.block_out_channels}"
-            )
 
     @property
     def time_doublings(self) -> int:
@@ -87,30 +82,19 @@ class FlaxAutoencoderKLCogVideoXConfig:
         Raises:
             ModelError: the Flax build does not know a field that is not None.
         """
-        known = {field.name for field in dataclasses.fields(cls)}
-        # diffusers' class ignores the fields in `NEVER_READ`, and a field that is None changes nothing.
-        unknown = [
-            name
-            for name, value in config.items()
-            if name not in known and name not in NEVER_READ and not name.startswith("_") and value is not None
-        ]
-        if unknown:
-            raise checkpoint.ModelError(
-                f"the config has {unknown[0]} = {config[unknown[0]]!r}, which the Flax build does not know: "
-                "use the torchax build, or remove the field if the model does not depend on it"
-            )
-        # A config must be hashable, so the JSON's lists become tuples.
+        # diffusers' class ignores `sample_size`, which old files have, and a field that is None changes
+        # nothing. A config must be hashable, so the JSON's lists become tuples.
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in config.items()
-            if name in known
+            if value is not None and not name.startswith("_") and name != "sample_size"
         }
+        for name in fields.keys() - {field.name for field in dataclasses.fields(cls)}:
+            raise checkpoint.ModelError(
+                f"the config has {name} = {fields[name]!r}, which the Flax build does not know: "
+                "use the torchax build, or remove the field if the model does not depend on it"
+            )
         return cls(**fields)
-
-    @classmethod
-    def from_file(cls, directory: str | Path) -> "FlaxAutoencoderKLCogVideoXConfig":
-        """Read the config.json in a model directory."""
-        return cls.from_dict(checkpoint.read_config(Path(directory)))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as diffusers' class takes them."""

@@ -52,15 +52,12 @@ class Context(NamedTuple):
     Attributes:
         outputs: the results of the layers by diffusers' names, to which each layer's is added.
         split: the sharding of the width over devices.
-        first_frame_alone: whether the first frame stays single where the number of frames is doubled; None
-            for true if their number is odd.
         zq: the latents that modulate spatial norms; None in an encoder.
         path: the name of the module that runs, with a dot behind it; empty for the network of a direction.
     """
 
     outputs: dict[str, jax.Array]
     split: Split
-    first_frame_alone: bool | None = None
     zq: jax.Array | None = None
     path: str = ""
 
@@ -204,13 +201,7 @@ class Upsample3D(Resampler):
     """A layer that doubles height, width and maybe the number of frames; then it convolves."""
 
     def __call__(self, x_NTHWC: jax.Array, _cache: None, context: Context) -> tuple[jax.Array, None]:
-        return blocks.upsample(
-            self.params(),
-            x_NTHWC,
-            expand_time=self.in_time,
-            first_frame_alone=context.first_frame_alone,
-            split=context.split,
-        ), None
+        return blocks.upsample(self.params(), x_NTHWC, expand_time=self.in_time, split=context.split), None
 
 
 class Block3D(Module):

@@ -59,7 +59,7 @@ def read_state(
     `torch.compile`, in it. An error calls the weights by `source`.
 
     Raises:
-        ModelError: a tensor is missing, left over, given twice or of another shape.
+        ModelError: a tensor is missing, left over or of another shape.
     """
     runtime.check_not_forked()  # raises an error in a forked process, where JAX would hang
     parameters = {diffusers_name(path): (path, variable) for path, variable in nnx.to_flat_state(abstract)}
@@ -70,27 +70,16 @@ def read_state(
         if name not in parameters:
             unexpected.append(full_name)
             continue
-        if name in loaded:
-            raise checkpoint.ModelError(f"{source} gives {name} twice: the second time as {full_name}")
         path, variable = parameters[name]
-        expected = torch_shape(path, variable.shape)
-        if tensor.shape != expected:
-            raise checkpoint.ModelError(
-                f"{name} of {source} has the shape {tensor.shape}: the config asks for {expected}; give the "
-                "config.json that belongs to these weights"
-            )
+        array = to_nnx(path, tensor)
+        if array.shape != variable.shape:
+            checkpoint.check_loading_info({"mismatched_keys": [f"{name} {tensor.shape}"]}, source)
         # Copies to a device run asynchronously. Without the wait, many tensors would be in the host's memory
         # at once.
-        array = jnp.array(to_nnx(path, tensor), dtype=param_dtype).block_until_ready()
-        loaded[name] = path, variable.replace(array)
+        loaded[name] = path, variable.replace(jnp.array(array, dtype=param_dtype).block_until_ready())
     info = {"missing_keys": parameters.keys() - loaded.keys(), "unexpected_keys": unexpected}
     checkpoint.check_loading_info(info, source)
     return nnx.from_flat_state([loaded[name] for name in parameters])
-
-
-def torch_shape(path: Keys, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape that the parameter at `path`, which has `shape` here, has in torch."""
-    return shape if path[-1] != "kernel" else (shape[-1], shape[-2], *shape[:-2])
 
 
 def state_dict(state: nnx.State) -> dict[str, np.ndarray]:

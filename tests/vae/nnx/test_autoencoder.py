@@ -35,7 +35,7 @@ from cogvideox_torchax.vae.nnx.wrapper import to_array
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
 from tests import reference, small_pipelines
 from tests.processes import printed_by
-from tests.vae.conftest import NAME, WEIGHTS, Z, decoded, decodes_as
+from tests.vae.conftest import NAME, WEIGHTS, Z, decodes_as
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
@@ -65,16 +65,6 @@ def test_a_key_samples():
 def test_the_log_variance_is_clamped():
     moments = jnp.array([[0.0, 100.0], [0.0, -100.0]])[None, None, None]
     assert Posterior.from_moments(moments).logvar.ravel().tolist() == [20.0, -30.0]
-
-
-@pytest.mark.slow
-def test_frame_by_frame_is_another_function_of_the_documented_length(model):
-    z = to_array(reference.latents(4))
-    got = model.decode_frame_by_frame(z)
-    assert got.shape == (1, 13, 12, 20, 3)
-    assert np.array_equal(np.asarray(got[:, :1]), np.asarray(model.decode(z[:, :1])))
-    usual = model.decode(z[:, :3])
-    assert float(jnp.abs(got[:, :9] - usual).max() / jnp.abs(usual).max()) > 1e-2
 
 
 LATENTS = jnp.zeros((1, 3, 3, 5, 16))
@@ -181,10 +171,8 @@ WRONG_STATES = {
     "left over": (lambda s: s.update(extra=torch.zeros(2)), "unexpected extra"),
     "shape": (
         lambda s: s.update({FIRST: s[FIRST].transpose(0, 1)}),
-        r"encoder.conv_in.conv.weight of the state dict has the shape \(3, 8, 3, 3, 3\): the config asks "
-        r"for \(8, 3, 3, 3, 3\)",
+        r"do not match their config.json: of another shape encoder.conv_in.conv.weight \(3, 8, 3, 3, 3\)",
     ),
-    "twice": (lambda s: s.update({f"_orig_mod.{NAME}": s[NAME]}), f"gives {NAME} twice"),
 }
 
 
@@ -303,7 +291,6 @@ def vae(stock):
 def test_it_is_a_vae_of_diffusers_without_modules(vae, stock):
     assert isinstance(vae, type(stock))
     assert [*vae.modules()] == [vae]
-    assert torch.equal(vae.tiled_decode(Z).sample, decoded(vae))
 
 
 def test_its_state_is_the_stock_models_and_its_own(vae, stock):
