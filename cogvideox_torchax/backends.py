@@ -100,13 +100,16 @@ class Backend:
         from cogvideox_torchax.vae.torchax import networks
 
         inputs = streaming.frames_of_chunks(self.vae, direction, self.put(x))
-        if not self.stock:
-            return self.vae.results(direction, inputs)
-        step = self._step(direction, networks.chunk_network(self.vae, direction))
-        return map(_as_tensor, chunks.run(step, inputs))
+        if self.stock:
+            step = self._step(direction, networks.chunk_network(self.vae, direction))
+            results = chunks.run(step, inputs)
+        else:
+            results = self.vae.results(direction, inputs)
+        return map(streaming.as_tensor, results)
 
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
         """Return the function that runs a chunk and records each layer for which `wanted(name)` is true."""
+        from cogvideox_torchax.vae.streaming import as_tensor
         from cogvideox_torchax.vae.torchax import networks
 
         if self.is_flax:
@@ -114,7 +117,7 @@ class Backend:
 
             step = self.vae.flax_vae.step(direction, records=True)
         else:
-            to_array, to_tensor = lambda chunk: chunk, _as_tensor
+            to_array, to_tensor = lambda chunk: chunk, as_tensor
             network = networks.RecordedLayers(networks.chunk_network(self.vae, direction), wanted)
             # The key differs from that of the direction's program that records nothing.
             step = self._step(f"{direction}, recorded", network)
@@ -136,10 +139,6 @@ class Backend:
             return network
         compiled = runtime.programs_of(self.vae).get(key, network, runtime.Program)
         return compiled.step(compiled.weights(network))
-
-
-def _as_tensor(result: Any) -> "torch.Tensor":
-    return result if hasattr(result, "requires_grad") else runtime.tensor_of(result)
 
 
 _TABLE = {

@@ -364,15 +364,15 @@ class _ClipUnit:
         def say(line: str) -> None:
             self._say(f"{clip_id}: {line}" if clip_id else line)
 
-        # A text that describes the tiles if `tiling` is "auto" and the clip needs them, else None.
-        auto_tiles = memory.set_tiles(self.vae, self.config.tiling, direction, *size, frames)
-        if auto_tiles:
-            say(f"{direction} in {auto_tiles}")
-        # A generator: `start` is called, and memory may run out, when the results are taken.
-        results = memory.retry_tiled_on_oom(self.vae, size, start, say)
-        total = len(direction.chunks(self.vae, frames))
-        tile = memory.tile_of(self.vae)
+        memory.set_tiles(self.vae, self.config.tiling)
+        tile = memory.tile_of(self.vae, direction, *size, frames)
         title = f"{direction} in tiles of {' x '.join(map(str, tile))}" if tile else direction
+        if tile and self.config.tiling == "auto":
+            say(f"{title} pixels, as whole frames do not fit into memory")
+        # A tile may be larger than the frame. The result is a generator: `start` is called, and memory may
+        # run out, when the results are taken.
+        results = memory.retry_tiled_on_oom(self.vae, list(map(min, tile or size, size)), start, say)
+        total = len(direction.chunks(self.vae, frames))
         # `_follow` wraps the results in a progress bar; it is None without one.
         return self._follow(results, total, title) if self._follow else results
 
@@ -464,7 +464,9 @@ class EncodeClip(_ClipUnit):
             yield {tensor_name: take(posterior, generator) for tensor_name, take in takers.items()}
 
     def _about(self, part: ClipPart) -> dict[str, Any]:
-        tile = memory.tile_of(self.vae)  # (height, width) in pixels, or None for whole frames
+        size = part.framing.height, part.framing.width
+        # (height, width) in pixels, or None for whole frames.
+        tile = memory.tile_of(self.vae, ENCODE, *size, part.num_frames)
         return {
             "id": part.clip.id,
             "caption": part.clip.caption,

@@ -80,11 +80,19 @@ def host_array(tensor: torch.Tensor) -> np.ndarray:
 
 def on_host(array: Any) -> np.ndarray:
     """Return an array as a new NumPy array; if other processes hold parts of it, all must call this."""
-    # A NumPy array may be a weight that waits on the host. For a traced array `np.array` raises JAX's error.
+    return np.array(host_view(array))
+
+
+def host_view(array: Any) -> np.ndarray:
+    """Return an array as a NumPy array that is only to be read, as its memory may be JAX's.
+
+    If other processes hold parts of the array, all must call this.
+    """
+    # A NumPy array may be a weight that waits on the host. For a traced array `asarray` raises JAX's error.
     is_numpy = isinstance(array, np.ndarray)
     if is_numpy or upstream.is_traced(array) or array.is_fully_addressable or array.is_fully_replicated:
-        return np.array(array)
-    return np.array(multihost_utils.process_allgather(array, tiled=True))
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 HOST_MEMORY = "pinned_host"

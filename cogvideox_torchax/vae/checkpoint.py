@@ -1,6 +1,5 @@
 """Functions that find and check the files of a VAE, and read their tensors."""
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -66,10 +65,7 @@ def weight_files(directory: Path, variant: str | None = None, *, stem: str = WEI
     if single.is_file():
         return [single]
     if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{index} is no valid shard index ({error}): download it again") from error
+        names = sorted(set((read_json(index).get("weight_map") or {}).values()))
         missing = [name for name in names if not (directory / name).is_file()]
         if missing:
             raise ModelError(

@@ -12,7 +12,7 @@ is the number of a video's pixels for each latent pixel, along one axis.
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from cogvideox_torchax import runtime
@@ -64,6 +64,18 @@ def check_tiling(tiling: str | None, scale: int) -> None:
         parse_tiles(tiling, scale)
 
 
+def set_tiles(vae: Any, tiling: str | None) -> None:
+    """Enable a model's tiling by an option: "HEIGHTxWIDTH" in pixels, or "auto"; None does nothing.
+
+    Raises:
+        SizeError: the model does not take tiles of this size.
+    """
+    if tiling is not None:
+        vae.enable_tiling(
+            *(["auto"] if tiling == "auto" else parse_tiles(tiling, vae.spatial_compression_ratio))
+        )
+
+
 def estimated_bytes(vae: Any, direction: Direction, height: int, width: int, frames: int) -> int:
     """Return the estimated bytes of a video's largest chunk, without the weights, on each of the devices."""
     longest_chunk = max(map(len, direction.chunks(vae, frames)))  # its number of frames
@@ -85,7 +97,7 @@ def estimated_bytes(vae: Any, direction: Direction, height: int, width: int, fra
 
 def fitting_tile(
     vae: Any, direction: Direction, height: int, width: int, frames: int, free: int
-) -> tuple[int, ...] | None:
+) -> tuple[int, int] | None:
     """Return the (height, width) in pixels of the largest tile that is estimated to fit into `free` bytes.
 
     The tile has about the shape of the frame. The result is None if whole frames fit.
@@ -96,42 +108,29 @@ def fitting_tile(
     shrink = math.sqrt(MARGIN * free / whole_bytes)  # the root, because memory grows with the area
     scale = vae.spatial_compression_ratio
     # A tile has a whole number of latent pixels along each side, at least `SMALLEST_TILE`.
-    return tuple(max(int(side * shrink) // scale, SMALLEST_TILE) * scale for side in (height, width))
+    tile_height, tile_width = (
+        max(int(side * shrink) // scale, SMALLEST_TILE) * scale for side in (height, width)
+    )
+    return tile_height, tile_width
 
 
-def set_tiles(
-    vae: Any, tiling: str | None, direction: Direction, height: int, width: int, frames: int
-) -> str | None:
-    """Enable or disable a model's tiling for a video; return a message if "auto" has chosen tiles.
+def tile_of(vae: Any, direction: Direction, height: int, width: int, frames: int) -> tuple[int, int] | None:
+    """Return the height and width, in pixels, of a model's tiles; None if its tiling is off.
 
-    `tiling` is "HEIGHTxWIDTH" in pixels, "auto" for tiles if whole frames do not fit into memory, or None,
-    which leaves the model's tiling as it is.
-
-    Raises:
-        SizeError: the model does not take tiles of this size.
+    After `enable_tiling("auto")` they are chosen at the first call for a video of this size and number of
+    frames: None if whole frames fit into the free memory. With several processes, every process must call
+    this.
     """
-    if tiling is None:
-        return None
-    if tiling != "auto":
-        vae.enable_tiling(*parse_tiles(tiling, vae.spatial_compression_ratio))
-        return None
-    free = runtime.free_memory(getattr(vae, "mesh", None))
-    tile = fitting_tile(vae, direction, height, width, frames, free)
-    if tile is None:
-        vae.disable_tiling()
-        return None
-    vae.enable_tiling(*tile)
-    return f"tiles of {' x '.join(map(str, tile))} pixels, as {free / 2**30:.1f} GiB are free"
-
-
-def tile_of(vae: Any) -> tuple[int, int] | None:
-    """Return the height and width of a model's tiles, in pixels; None if tiling is off."""
     if not vae.use_tiling:
         return None
-    return (
-        vae.tile_latent_min_height * vae.spatial_compression_ratio,
-        vae.tile_latent_min_width * vae.spatial_compression_ratio,
-    )
+    if vae.tile_choices is None:
+        scale = vae.spatial_compression_ratio
+        return vae.tile_latent_min_height * scale, vae.tile_latent_min_width * scale
+    key = direction, height, width, frames
+    if key not in vae.tile_choices:
+        free = runtime.free_memory(vae.mesh)
+        vae.tile_choices[key] = fitting_tile(vae, direction, height, width, frames, free)
+    return vae.tile_choices[key]
 
 
 @contextlib.contextmanager
@@ -139,6 +138,7 @@ def restoring_tiles(vae: Any) -> Iterator[None]:
     """Restore a model's tile settings after the `with` block, which may change them."""
     attributes = vars(vae).copy()  # a loop over `vars` fails if another thread adds an attribute meanwhile
     saved = {name: attributes[name] for name in attributes if name.startswith(("use_tiling", "tile_"))}
+    saved["tile_choices"] = vae.tile_choices  # of the class, if `enable_tiling` was never called
     try:
         yield
     finally:
@@ -147,7 +147,7 @@ def restoring_tiles(vae: Any) -> Iterator[None]:
 
 
 def retry_tiled_on_oom(
-    vae: Any, size: tuple[int, int], start: Callable[[], Iterator[Item]], say: Callable[[str], None]
+    vae: Any, sides: Sequence[int], start: Callable[[], Iterator[Item]], say: Callable[[str], None]
 ) -> Iterator[Item]:
     """Yield the results of a video's chunks; if memory runs out, continue once in smaller tiles.
 
@@ -156,8 +156,9 @@ def retry_tiled_on_oom(
     again, but not yielded again. The model's tiling stays on. With several processes the error is raised,
     because the other processes do not know of it and would wait.
 
-    `size` is the (height, width) of the frames, in pixels. `start` starts the video with the model's tiling,
-    and returns an iterator over the chunks' results. `say` gets a message if memory runs out.
+    `sides` are the height and width in pixels of what the network takes at once, a frame or a tile. `start`
+    starts the video with the model's tiling, and returns an iterator over the chunks' results. `say` gets a
+    message if memory runs out.
     """
     yielded = 0
     try:
@@ -168,11 +169,8 @@ def retry_tiled_on_oom(
     except Exception as error:
         if runtime.of_several_processes(getattr(vae, "mesh", None)) or not runtime.out_of_memory(error):
             raise
-    # Memory has run out: halve the tiles, or the frame if there were no tiles. A tile may be larger than the
-    # frame, so `min` takes the smaller side.
     scale = vae.spatial_compression_ratio
-    used_sides = map(min, tile_of(vae) or size, size)
-    tile = [max(side // 2 // scale, SMALLEST_TILE) * scale for side in used_sides]
+    tile = [max(side // 2 // scale, SMALLEST_TILE) * scale for side in sides]
     say(f"out of memory after {yielded} chunks: going on in tiles of {tile[0]} x {tile[1]} pixels")
     vae.enable_tiling(*tile)
     yield from itertools.islice(start(), yielded, None)  # without the results that were yielded before

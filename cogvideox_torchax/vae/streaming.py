@@ -1,18 +1,17 @@
-"""The base class of both builds, a VAE of diffusers that runs chunk by chunk: streams, slicing and checks.
+"""The base class of both builds, a VAE of diffusers that runs chunk by chunk: streams, tiles and checks.
 
 A piece is a part of a stream's input that its source gives at once: one frame or several. It may be shorter
-or longer than a chunk. Slicing is diffusers' word for running the videos of a batch one at a time. Moments
-are the encoder's result, the means and log-variances of the latents. A step runs a chunk: (chunk, cache) ->
-(result, next cache).
+or longer than a chunk. Moments are the encoder's result, the means and log-variances of the latents.
 
 Axis letters: N videos, C channels, T frames, t frames of a chunk, H rows, W columns. Tensors are NCTHW.
 """
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
     AutoencoderKLCogVideoX as DiffusersAutoencoder,
@@ -20,14 +19,13 @@ from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
 from diffusers.models.autoencoders.vae import DecoderOutput, DiagonalGaussianDistribution
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.runtime.bridge import take
+from cogvideox_torchax.runtime.host import host_view
 from cogvideox_torchax.runtime.models import PortedModel
 from cogvideox_torchax.runtime.trees import replaced_method
 from cogvideox_torchax.sharding import BatchPlacement
-from cogvideox_torchax.vae import tiling
+from cogvideox_torchax.vae import memory, tiling
 from cogvideox_torchax.vae.axes import NCTHW
 from cogvideox_torchax.vae.checks import check_shape, check_values, integers_refused
-from cogvideox_torchax.vae.chunks import Step
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 
 
@@ -64,10 +62,39 @@ class ChunkedVAE(PortedModel, DiffusersAutoencoder):
     A subclass defines `results`, which runs the chunks.
     """
 
+    tile_choices: dict[Any, tuple[int, int] | None] | None = None
+    """The tiles that "auto" has chosen (`memory.tile_of`); None for tiles of the size that the user gave."""
+
     @property
     def spatial_compression_ratio(self) -> int:
         """Pixels of a frame for each latent pixel, along one axis."""
         return 2 ** (len(self.config["block_out_channels"]) - 1)
+
+    def enable_tiling(
+        self,
+        tile_sample_min_height: int | Literal["auto"] | None = None,
+        tile_sample_min_width: int | None = None,
+        tile_overlap_factor_height: float | None = None,
+        tile_overlap_factor_width: float | None = None,
+    ) -> None:
+        """Run frames that are larger than a tile in tiles.
+
+        Args:
+            tile_sample_min_height: the height of a tile in pixels; or "auto" for the largest tiles whose
+                chunk should fit into the device's memory, if whole frames do not fit. They are chosen when a
+                video of a new size is first encoded or decoded.
+            tile_sample_min_width: the width of a tile in pixels.
+            tile_overlap_factor_height: the part of a tile's height that it shares with the next tile.
+            tile_overlap_factor_width: the same of its width.
+        """
+        is_auto = tile_sample_min_height == "auto"
+        super().enable_tiling(
+            None if is_auto else tile_sample_min_height,  # pyright: ignore[reportArgumentType]
+            tile_sample_min_width,
+            tile_overlap_factor_height,
+            tile_overlap_factor_width,
+        )
+        self.tile_choices = {} if is_auto else None
 
     def encode_stream(
         self,
@@ -144,8 +171,8 @@ class ChunkedVAE(PortedModel, DiffusersAutoencoder):
 
     def _checked_chunks(
         self, direction: Direction, source: torch.Tensor | Iterable[torch.Tensor], num_frames: int | None
-    ) -> tuple[Iterator[torch.Tensor], torch.Size]:
-        """Check a whole input, or an iterable of its pieces; return its chunks, and its (rows, columns).
+    ) -> tuple[Iterator[torch.Tensor], tuple[int, int, int]]:
+        """Check a whole input, or an iterable of its pieces; return its chunks, and its (T, H, W).
 
         Of an iterable the first piece is checked now, and each chunk when it is taken.
         """
@@ -159,7 +186,7 @@ class ChunkedVAE(PortedModel, DiffusersAutoencoder):
                     f"{name} got {source.shape[2]} frames where {num_frames} were announced: leave "
                     "num_frames out, or cut them"
                 )
-            return frames_of_chunks(self, direction, source), source.shape[3:]
+            return frames_of_chunks(self, direction, source), source.shape[2:]  # pyright: ignore
         if num_frames is None or num_frames < 1:
             raise ValueError(
                 f"{name} got an iterable and num_frames={num_frames}: pass num_frames, how many it gives"
@@ -172,7 +199,8 @@ class ChunkedVAE(PortedModel, DiffusersAutoencoder):
         check(with_time(first))  # a piece may be a frame, without an axis of time
         plan = direction.chunks(self, num_frames)
         # Errors call the input by `takes`, "video" or "latents".
-        return regrouped_into_chunks(direction.takes, first, iterator, plan, check), first.shape[-2:]
+        chunks = regrouped_into_chunks(direction.takes, first, iterator, plan, check)
+        return chunks, (num_frames, *first.shape[-2:])
 
     def results(
         self,
@@ -180,11 +208,11 @@ class ChunkedVAE(PortedModel, DiffusersAutoencoder):
         chunks: Iterable[torch.Tensor],
         plan: tiling.TilePlan | None = None,
         as_uint8: bool = False,
-    ) -> Iterator[torch.Tensor]:
+    ) -> Iterator[Any]:
         """Return an iterator over the results of a video's chunks, which stay on the device.
 
-        `plan` has the tiles of a frame; without it, whole frames run. With `as_uint8` decoded frames are
-        bytes. If the model's slicing is on, each chunk runs one video at a time.
+        They are arrays of JAX, or tensors where the model runs elsewhere. `plan` has the tiles of a frame;
+        without it, whole frames run. With `as_uint8` decoded frames are bytes.
         """
         raise NotImplementedError
 
@@ -199,46 +227,22 @@ class ChunkedVAE(PortedModel, DiffusersAutoencoder):
         frames = self._run(DECODE, z)
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 
-    @_checked(ENCODE)
-    def tiled_encode(self, x: torch.Tensor) -> torch.Tensor:
-        """Encode in tiles, even if one tile is enough; return the posterior's means and log-variances."""
-        return self._run(ENCODE, x, in_tiles=True)
+    def _run(self, direction: Direction, x: torch.Tensor) -> torch.Tensor:
+        """Return the joined results of all chunks; for a plain tensor they are one, on the host."""
+        plan = self._tile_plan(direction, x.shape[2:])
+        return joined(self.results(direction, frames_of_chunks(self, direction, x), plan), x)
 
-    @_checked(DECODE)
-    def tiled_decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
-        """Decode in tiles, even if one tile is enough."""
-        frames = self._run(DECODE, z, in_tiles=True)
-        return DecoderOutput(sample=frames) if return_dict else (frames,)
-
-    def _run(self, direction: Direction, x: torch.Tensor, *, in_tiles: bool = False) -> torch.Tensor:
-        """Return the joined results of all chunks; for a plain tensor they are one, on the host.
-
-        With `in_tiles` tiles run even if one is enough or tiling is off.
-        """
-        plan = self._tile_plan(direction, x.shape[3:], always=in_tiles)
-        # The iterator starts the chunks' computations. All are started before the first result is fetched,
-        # because fetching waits.
-        parts = list(self.results(direction, frames_of_chunks(self, direction, x), plan))
-        if not runtime.on_accelerator(x):
-            for part in parts:
-                runtime.fetch_async(part)
-            parts = [runtime.to_torch(part) for part in parts]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-
-    def _tile_plan(
-        self, direction: Direction, size: torch.Size, *, always: bool = False
-    ) -> tiling.TilePlan | None:
-        """Return the tiles of an input of `size` (rows, columns), or None to run whole frames."""
-        # Whole frames run if tiling is off, or if one tile is enough. With `always` tiles run even then.
-        if not always and not self.use_tiling:
+    def _tile_plan(self, direction: Direction, size: Sequence[int]) -> tiling.TilePlan | None:
+        """Return the tiles of an input of `size` (T, H, W); None if tiling is off, or one tile is enough."""
+        frames, *sides = size
+        scale = self.spatial_compression_ratio
+        pixels = (side * scale // direction.scale(scale) for side in sides)
+        tile = memory.tile_of(self, direction, *pixels, frames)
+        if tile is None:
             return None
-        settings = tiling.TileSettings(
-            self.tile_latent_min_height,
-            self.tile_latent_min_width,
-            self.tile_overlap_factor_height,
-            self.tile_overlap_factor_width,
-        )
-        return settings.plan(direction, size, self.spatial_compression_ratio, always=always)
+        overlaps = self.tile_overlap_factor_height, self.tile_overlap_factor_width
+        settings = tiling.TileSettings(*(side // scale for side in tile), *overlaps)
+        return settings.plan(direction, sides, scale)
 
     def _check(
         self, direction: Direction, x: torch.Tensor, *, for_stream: bool = False, first_frame: int = 0
@@ -254,7 +258,8 @@ class ChunkedVAE(PortedModel, DiffusersAutoencoder):
         is_stream_of_bytes = for_stream and direction == ENCODE and x.dtype == torch.uint8
         if not is_stream_of_bytes and not x.dtype.is_floating_point:
             raise integers_refused(direction, x.dtype)
-        if not is_stream_of_bytes and not self._takes_dtype(x):
+        autocasts = not runtime.is_on_jax(self) and torch.is_autocast_enabled(x.device.type)
+        if not is_stream_of_bytes and not autocasts and x.dtype != self.dtype:
             raise ValueError(
                 f"got {direction.takes} of {x.dtype} for weights of {self.dtype}: pass them .to({self.dtype})"
             )
@@ -263,9 +268,6 @@ class ChunkedVAE(PortedModel, DiffusersAutoencoder):
 
     def _check_place(self, name: str, x: torch.Tensor, for_stream: bool) -> None:
         """Accept every tensor; a subclass may raise `ValueError` for one that is not with the weights."""
-
-    def _takes_dtype(self, x: torch.Tensor) -> bool:
-        return x.dtype == self.dtype
 
 
 REPLACEMENTS = {
@@ -285,10 +287,28 @@ def check_is_tensor(x: Any) -> None:
         raise ValueError(f"got {kind} where the model takes a torch tensor: pass {replacement}")
 
 
-def frames_of_chunks(vae: Any, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the chunks (N, C, t, H, W) of a video or of latents."""
+def frames_of_chunks(vae: Any, direction: Direction, x: torch.Tensor) -> Iterator[Any]:
+    """Yield the chunks (N, C, t, H, W) of a video or of latents, as arrays if it is on JAX."""
+    whole = runtime.as_array(x) if runtime.on_jax(x) else x
     for chunk in Direction(direction).chunks(vae, x.shape[2]):  # `direction` may be a name
-        yield take(x, 2, chunk.start, len(chunk))
+        yield runtime.take(whole, 2, chunk.start, len(chunk))
+
+
+def as_tensor(result: Any) -> torch.Tensor:
+    """Return a chunk's result, a tensor or an array of JAX, as a tensor."""
+    return result if isinstance(result, torch.Tensor) else runtime.tensor_of(result)
+
+
+def joined(results: Iterator[Any], x: torch.Tensor) -> torch.Tensor:
+    """Return the results of an input's chunks as one tensor: on the host for a plain `x`, else beside it."""
+    # The iterator starts the chunks' computations. All are started before the first result is fetched,
+    # because fetching waits.
+    parts = list(results)
+    if isinstance(parts[0], torch.Tensor) or runtime.on_accelerator(x):
+        return as_tensor(runtime.concatenate(parts, 2))
+    for part in parts:
+        part.copy_to_host_async()
+    return runtime.plain_tensor(np.concatenate(list(map(host_view, parts)), 2))
 
 
 def with_time(frames: torch.Tensor) -> torch.Tensor:
@@ -312,67 +332,43 @@ def regrouped_into_chunks(
     Raises:
         ValueError: a piece has another size than the first; there are more or fewer frames than planned.
     """
-    num_frames = plan[-1].stop
-
-    def single_frames() -> Iterator[torch.Tensor]:
-        """Yield each frame (N, C, H, W)."""
-        position = 0
-        for piece in map(with_time, itertools.chain([first], rest)):
-            # Compare all axes but the one of frames, which `first` lacks if it is a single frame.
-            if (*piece.shape[:2], *piece.shape[3:]) != (*first.shape[:2], *first.shape[-2:]):
-                raise ValueError(
-                    f"frame {position} is {tuple(piece.shape)}, the ones before it {tuple(first.shape)}"
-                )
-            position += piece.shape[2]
-            yield from piece.unbind(2)
-
-    frames = single_frames()
+    # Each frame as (N, C, 1, H, W).
+    frames = itertools.chain.from_iterable(
+        with_time(piece).split(1, dim=2) for piece in itertools.chain([first], rest)
+    )
+    shape = with_time(first)[:, :, :1].shape
     for chunk in plan:
         parts = list(itertools.islice(frames, len(chunk)))
+        for number, frame in enumerate(parts, chunk.start):
+            if frame.shape != shape:
+                raise ValueError(f"frame {number} is {tuple(frame.shape)}, the ones before it {tuple(shape)}")
         if len(parts) < len(chunk):
             received = chunk.start + len(parts)
-            raise ValueError(f"the {what} ended after {received} frames where {num_frames} were announced")
-        stacked = torch.stack(parts, dim=2)
-        check(stacked, first_frame=chunk.start)
-        yield stacked
+            raise ValueError(f"the {what} ended after {received} frames where {plan[-1].stop} were announced")
+        whole = torch.cat(parts, 2)
+        check(whole, first_frame=chunk.start)
+        yield whole
     if next(frames, None) is not None:
-        raise ValueError(f"the {what} goes on after the {num_frames} frames that were announced")
+        raise ValueError(f"the {what} goes on after the {plan[-1].stop} frames that were announced")
 
 
 @torch.no_grad()  # while the generator runs; the caller has its own setting between the results
-def fetched_one_behind(results: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield each result on the host; it is copied there while the next one is computed."""
-    # On JAX, `next` only starts the computation of a chunk, and `fetch_async` only starts the copy of its
-    # result to the host. `to_torch` waits for both.
-    result = next(results)  # every input has at least one chunk
-    failure = None
-    runtime.fetch_async(result)
-    while result is not None:
-        # The next chunk is started before this one's result is waited for. If the next one fails, this one's
-        # result is yielded before the error is raised.
-        next_result = None
-        try:
-            next_result = next(results, None)
-            if next_result is not None:
-                runtime.fetch_async(next_result)
-        except Exception as error:
-            failure = error
-        yield runtime.to_torch(result)
-        if failure is not None:
-            raise failure
-        result = next_result
+def fetched_one_behind(results: Iterator[Any]) -> Iterator[torch.Tensor]:
+    """Yield each result on the host; it is copied there while the next one is computed.
 
-
-def one_video_at_a_time(step: Step) -> Step:
-    """Return a step that runs each video of a chunk alone, by `step`, as diffusers' slicing does."""
-
-    def run_each(chunk: torch.Tensor, caches: Any) -> tuple[torch.Tensor, Any]:
-        # A single video's cache is that of `step`; that of several videos is the list of their caches.
-        if len(chunk) == 1:
-            return step(chunk, caches)
-        videos = [runtime.take(chunk, axis=0, start=i, length=1) for i in range(len(chunk))]
-        caches = caches or [None] * len(videos)  # None at the start of a video
-        outputs = [step(video, cache) for video, cache in zip(videos, caches, strict=True)]
-        return runtime.concatenate([result for result, _ in outputs], 0), [cache for _, cache in outputs]
-
-    return run_each
+    If a result fails, the one before it is yielded before the error is raised.
+    """
+    # On JAX, a step of the loop only starts the computation of a chunk, and `fetch_async` only starts the
+    # copy of its result to the host. `to_torch` waits for both.
+    before = None
+    try:
+        for result in map(as_tensor, results):
+            runtime.fetch_async(result)
+            if before is not None:
+                yield runtime.to_torch(before)
+            before = result
+    except Exception:
+        if before is not None:
+            yield runtime.to_torch(before)
+        raise
+    yield runtime.to_torch(before)  # pyright: ignore[reportArgumentType] - every input has a chunk

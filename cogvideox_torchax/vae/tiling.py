@@ -47,26 +47,6 @@ class TilePlan:
     columns: AxisPlan
 
 
-def tile_groups_of(plan: TilePlan, group_size: int) -> list[list[tuple[int, int]]]:
-    """Return groups of tiles, each tile as its (row, column); the tiles of a group run as one batch.
-
-    A group has `group_size` tiles of one height and width. If fewer such tiles remain, each of these is a
-    group by itself.
-    """
-    by_size: dict[tuple[int, int], list[tuple[int, int]]] = {}  # tiles by (height, width) in pixels
-    for row, (top, bottom) in enumerate(plan.rows.spans):
-        for column, (left, right) in enumerate(plan.columns.spans):
-            by_size.setdefault((bottom - top, right - left), []).append((row, column))
-    groups = []
-    for tiles in by_size.values():
-        in_full_groups = len(tiles) - len(tiles) % group_size  # the number of tiles that full groups take
-        groups += [tiles[first : first + group_size] for first in range(0, in_full_groups, group_size)]
-        # A smaller group would need a program for one more size of batch, which "dp" (the `group_size` on a
-        # mesh) most often does not divide. So each remaining tile is a group, and is split by width.
-        groups += [[tile] for tile in tiles[in_full_groups:]]
-    return groups
-
-
 def plan_axis(size: int, *, tile: int, overlap: float, scale_in: int = 1, scale_out: int = 1) -> AxisPlan:
     """Return the tiles of one axis of `size` input pixels.
 
@@ -107,21 +87,17 @@ class TileSettings:
     overlap_height: float = 1 / 6  # diffusers' defaults
     overlap_width: float = 1 / 5
 
-    def plan(
-        self, direction: Direction, size: tuple[int, ...], scale: int, *, always: bool = False
-    ) -> TilePlan | None:
+    def plan(self, direction: Direction, size: Sequence[int], scale: int) -> TilePlan | None:
         """Return the tiles of an input; None if it is no larger than one tile.
 
         Args:
             direction: `ENCODE` or `DECODE`.
             size: the height and width of the input: in pixels of a video, or in latent pixels.
             scale: the number of a video's pixels for each latent pixel, along one axis.
-            always: whether an input of one tile has a plan too.
         """
         height, width = size
         scale_in = direction.scale(scale)
-        is_one_tile = height <= self.latent_height * scale_in and width <= self.latent_width * scale_in
-        if is_one_tile and not always:
+        if height <= self.latent_height * scale_in and width <= self.latent_width * scale_in:
             return None
         # Along one axis a latent pixel stands for `scale` pixels of the video: of the input in encoding, of
         # the output in decoding.
@@ -141,33 +117,17 @@ def tiled_step(
 ) -> Step:
     """Return a step that runs each chunk in tiles, and joins their results, as bytes if `as_uint8`.
 
-    `step` runs each group of tiles as one batch, and returns floats. A group is a single tile, except on a
-    mesh whose "dp" does not divide the number of videos: there it is "dp" tiles, so that "dp" divides the
-    batch. The cache is the list of the groups' caches. `axes` is the order of the chunks' axes, the first
-    of which has the videos.
+    `step` runs a tile, and returns floats. The cache has the caches of the tiles, in rows. `axes` is the
+    order of the chunks' axes, and `placement` the sharding of whole frames on a mesh; None for one device.
     """
     height_axis = axes.index("H")
 
-    def run_tiles(chunk: Any, caches: list[Any] | None) -> tuple[Any, list[Any]]:
-        videos = chunk.shape[0]
-        # `placement` is the sharding of whole frames on a mesh; None for one device.
-        dp = 1 if placement is None else placement.mesh.shape["dp"]
-        # If "dp" divides the videos, they are split over "dp" in every tile: no other tiles are needed.
-        groups = tile_groups_of(plan, group_size=1 if videos % dp == 0 else dp)
+    def run_tiles(chunk: Any, caches: list[list[Any]] | None) -> tuple[Any, list[list[Any]]]:
         # For arrays of JAX, cutting and joining are compiled: each would otherwise be many small programs.
-        cut_chunk = _cut_on_jax if isinstance(chunk, jax.Array) else cut
-        tiles = cut_chunk(chunk, plan, height_axis)
-        outputs: list[list[Any]] = [[None] * len(row) for row in tiles]
-        next_caches = []
-        caches = caches or [None] * len(groups)  # None at the start of a video
-        for group, cache in zip(groups, caches, strict=True):
-            batch = arrays.concatenate([tiles[row][column] for row, column in group], 0)
-            output, cache = step(batch, cache)
-            next_caches.append(cache)
-            is_alone = len(group) == 1
-            # The batch has `videos` entries for each tile of the group, one tile after the other.
-            for index, (row, column) in enumerate(group):
-                outputs[row][column] = output if is_alone else arrays.take(output, 0, index * videos, videos)
+        tiles = (_cut_on_jax if isinstance(chunk, jax.Array) else cut)(chunk, plan, height_axis)
+        caches = caches or [[None] * len(row) for row in tiles]  # None at the start of a video
+        results = [list(map(step, *rows)) for rows in zip(tiles, caches, strict=True)]
+        outputs, next_caches = ([[result[i] for result in row] for row in results] for i in (0, 1))
         join_and_place = _join_on_jax if isinstance(outputs[0][0], jax.Array) else _join_and_place
         return join_and_place(outputs, plan, height_axis, placement, as_uint8), next_caches
 

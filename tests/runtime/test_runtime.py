@@ -93,7 +93,7 @@ def test_a_vae_encodes_and_decodes_under_them(build):
     x = reference.video(9, batch=2, height=8, width=16)
     with checks():
         made = reference.built(build, stock)
-        made.enable_slicing()  # one video at a time, by programs that a stream of one takes too
+        made.enable_slicing()  # which cuts a batch and joins it by operations of their own
         made.encode(reference.beside(made, x)).latent_dist.sample()
         reference.check_as_stock(made, stock, z, x)
 

@@ -98,14 +98,37 @@ def vae(shallow_vae):
     return port(copy.deepcopy(shallow_vae))
 
 
-def test_auto_turns_tiling_on_and_off(vae, monkeypatch):
-    monkeypatch.setattr(runtime, "free_memory", lambda mesh: 10**6)
-    told = memory.set_tiles(vae, "auto", DECODE, 480, 720, 3)
-    assert vae.use_tiling
-    assert f"tiles of {vae.tile_latent_min_height * 4} x {vae.tile_latent_min_width * 4} pixels" in told
-    monkeypatch.setattr(runtime, "free_memory", lambda mesh: 10**12)
-    assert memory.set_tiles(vae, "auto", DECODE, 480, 720, 3) is None
+@pytest.mark.parametrize("build", ["torchax", "flax"])
+def test_auto_chooses_tiles_by_the_free_memory_when_a_size_is_first_run(build, shallow_vae, monkeypatch):
+    vae, z = reference.built(build, shallow_vae), reference.latents(1, height=8, width=12)
+    whole = reference.run_decode(vae, z)
+    vae.enable_tiling("auto")
+    free = mock.Mock(return_value=10**12)
+    monkeypatch.setattr(runtime, "free_memory", free)
+    assert torch.equal(reference.run_decode(vae, z), whole), "all of it fits"
+    free.return_value = memory.estimated_bytes(vae, DECODE, 32, 48, 1) // 2
+    assert torch.equal(torch.cat(list(vae.decode_stream(z)), 2), whole), "as it was chosen for this size"
+    vae.enable_tiling("auto")
+    height, width = memory.tile_of(vae, DECODE, 32, 48, 1)
+    assert (height, width) < (32, 48)
+    tiled = reference.run_decode(vae, z)
+    assert free.call_count == 2
+    vae.enable_tiling(height, width)
+    assert torch.equal(reference.run_decode(vae, z), tiled)
+    assert not torch.equal(tiled, whole)
+
+
+@pytest.mark.parametrize(
+    ("tiling", "on", "tile"), [(None, False, None), ("16x24", True, (16, 24)), ("auto", True, (8, 8))]
+)
+def test_the_command_lines_option_is_what_the_method_takes(vae, tiling, on, tile, monkeypatch):
+    monkeypatch.setattr(runtime, "free_memory", lambda mesh: 0)
+    with memory.restoring_tiles(vae):
+        memory.set_tiles(vae, tiling)
+        assert vae.use_tiling is on
+        assert tile is None or memory.tile_of(vae, DECODE, 480, 720, 3) == tile
     assert not vae.use_tiling
+    assert vae.tile_choices is None
 
 
 def test_free_memory_of_a_cpu_is_what_the_system_calls_available_or_what_the_machine_has(monkeypatch):

@@ -56,23 +56,3 @@ BAD = {
 def test_a_tile_that_does_not_advance_or_an_overlap_that_is_none_is_an_error(words, tile, overlap):
     with pytest.raises(ValueError, match=words):
         tiling.plan_axis(10, tile=tile, overlap=overlap)
-
-
-@hypothesis.given(
-    sizes=strategies.tuples(strategies.integers(1, 40), strategies.integers(1, 40)),
-    tile=strategies.integers(2, 12),
-    group_size=strategies.integers(1, 5),
-)
-def test_groups_have_every_tile_once_and_tiles_of_one_size_alone(sizes, tile, group_size):
-    plan = tiling.TilePlan(*(tiling.plan_axis(size, tile=tile, overlap=0.2) for size in sizes))
-    groups = tiling.tile_groups_of(plan, group_size)
-    size = lambda at: tuple(  # noqa: E731
-        axis.spans[i][1] - axis.spans[i][0] for axis, i in zip((plan.rows, plan.columns), at, strict=True)
-    )
-    assert all(len(group) in (1, group_size) and len(set(map(size, group))) == 1 for group in groups)
-    every = [
-        (row, column) for row in range(len(plan.rows.spans)) for column in range(len(plan.columns.spans))
-    ]
-    assert sorted(at for group in groups for at in group) == every
-    left = [size(group[0]) for group in groups if len(group) == 1]
-    assert group_size == 1 or all(left.count(shape) < group_size for shape in left)

@@ -20,7 +20,7 @@ from cogvideox_torchax.vae.chunks import run
 from cogvideox_torchax.vae.directions import Direction
 from cogvideox_torchax.vae.nnx import weights
 from cogvideox_torchax.vae.nnx.autoencoder import FlaxAutoencoderKLCogVideoX
-from cogvideox_torchax.vae.streaming import ChunkedVAE, one_video_at_a_time
+from cogvideox_torchax.vae.streaming import ChunkedVAE
 from cogvideox_torchax.vae.tiling import TilePlan
 
 
@@ -30,9 +30,9 @@ def to_array(x: torch.Tensor) -> Any:
     return (np if isinstance(array, np.ndarray) else jnp).moveaxis(array, 1, -1)
 
 
-def to_tensor(x: jax.Array) -> torch.Tensor:
-    """Return an array with the channels last as a torchax tensor with the channels on axis 1."""
-    return runtime.tensor_of(jnp.moveaxis(x, -1, 1))
+def to_tensor(array: jax.Array) -> torch.Tensor:
+    """Return an array with the channels last as a tensor (NCTHW) on JAX."""
+    return runtime.tensor_of(jnp.moveaxis(array, -1, 1))
 
 
 def _check_dtype(dtype: torch.dtype) -> None:
@@ -206,8 +206,7 @@ class FlaxVAEForPipelines(ChunkedVAE):
         chunks: Iterable[torch.Tensor],
         plan: TilePlan | None = None,
         as_uint8: bool = False,
-    ) -> Iterator[torch.Tensor]:
+    ) -> Iterator[jax.Array]:
         """Return the results of the Flax model; the arguments are those of `ChunkedVAE.results`."""
         step = self.flax_vae.step(direction, plan, as_uint8=as_uint8)
-        step = one_video_at_a_time(step) if self.use_slicing else step
-        return map(to_tensor, run(step, map(to_array, chunks)))
+        return (jnp.moveaxis(result, -1, 1) for result in run(step, map(to_array, chunks)))

@@ -17,7 +17,6 @@ from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
     AutoencoderKLCogVideoX as DiffusersAutoencoder,
 )
 from jax.sharding import Mesh
-from torch import nn
 
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.files.models import saved_from_host
@@ -27,11 +26,11 @@ from cogvideox_torchax.sharding import check_mesh
 from cogvideox_torchax.vae import checkpoint, tiling
 from cogvideox_torchax.vae.axes import NCTHW
 from cogvideox_torchax.vae.chunks import Step, run
-from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
+from cogvideox_torchax.vae.directions import Direction
 from cogvideox_torchax.vae.placement import Placement, VideoPlacement
-from cogvideox_torchax.vae.streaming import ChunkedVAE, one_video_at_a_time
+from cogvideox_torchax.vae.streaming import ChunkedVAE, frames_of_chunks, joined
 from cogvideox_torchax.vae.torchax.modules import port_modules
-from cogvideox_torchax.vae.torchax.networks import EncoderChunk, chunk_network, stock_of
+from cogvideox_torchax.vae.torchax.networks import ChunkNetwork, chunk_network, stock_of
 
 OPTIONS = {"revision", "token", "cache_dir", "local_files_only", "force_download", "torch_dtype"}
 """The options of diffusers' `from_pretrained` that only the search for the files and their dtype needs."""
@@ -112,48 +111,56 @@ class AutoencoderKLCogVideoX(ChunkedVAE):
         chunks: Iterable[torch.Tensor],
         plan: tiling.TilePlan | None = None,
         as_uint8: bool = False,
-    ) -> Iterator[torch.Tensor]:
+    ) -> Iterator[Any]:
         """Return the results, by compiled programs for weights on an accelerator, else by PyTorch.
 
         The arguments are those of `ChunkedVAE.results`.
         """
-        on_jax = runtime.is_on_jax(self)
         # Tiles are blended as floats: `tiled_step` converts the blended frames to bytes.
-        tile_as_uint8 = as_uint8 and plan is None
-        network = chunk_network(self, direction, tile_as_uint8)
+        network = chunk_network(self, direction, as_uint8 and plan is None)
+        return self._results_of(network, chunks, plan, as_uint8)
+
+    def _results_of(
+        self,
+        network: ChunkNetwork,
+        chunks: Iterable[Any],
+        plan: tiling.TilePlan | None = None,
+        as_uint8: bool = False,
+    ) -> Iterator[Any]:
+        on_jax = runtime.is_on_jax(self)
         step: Step = network  # without an accelerator PyTorch runs it
         if on_jax or runtime.is_on_torchtpu(self):
-            program = self.program(direction, tile_as_uint8)
+            program = self._program_of(network)
             with self.in_use():  # the step keeps its weights, even if another network begins before its end
                 step = program.step(program.weights(network))
         if plan is not None:
             placement = Placement(self.mesh) if on_jax and self.mesh is not None else None
             step = tiling.tiled_step(step, plan, NCTHW, placement, as_uint8)
-        if self.use_slicing:
-            step = one_video_at_a_time(step)
-        if not on_jax:
-            return run(step, chunks)
         # On JAX a step takes and returns arrays; elsewhere it takes and returns tensors.
-        return map(runtime.tensor_of, run(step, map(runtime.as_array, chunks)))
+        return run(step, map(runtime.as_array, chunks) if on_jax else chunks)
 
-    def _run(self, direction: Direction, x: torch.Tensor, *, in_tiles: bool = False) -> torch.Tensor:
+    def _run(self, direction: Direction, x: torch.Tensor) -> torch.Tensor:
         """Return the joined results of all chunks, with gradients if torch records them.
 
         In training mode the forward pass keeps what the backward pass needs. In evaluation mode it keeps only
         the input, and a backward pass recomputes the rest, because most users who forget `torch.no_grad()`
         never call `backward()`. Under TorchTPU, and in tiles, a backward pass raises an error.
         """
-        forward_pass = functools.partial(super()._run, direction, x, in_tiles=in_tiles)
         network = chunk_network(self, direction)
+        plan = self._tile_plan(direction, x.shape[2:])
         on_torchtpu = runtime.is_on_torchtpu(self)
-        if on_torchtpu or self._tile_plan(direction, x.shape[3:], always=in_tiles) is not None:
+
+        def forward_pass() -> torch.Tensor:
+            return joined(self._results_of(network, frames_of_chunks(self, direction, x), plan), x)
+
+        if on_torchtpu or plan is not None:
             # On an accelerator, a backward pass from this result raises an error with the message. A plain
             # tensor's result is returned unchanged, and torch's own backward pass goes through the tiles.
             message = runtime.NO_GRADIENT if on_torchtpu else NO_GRADIENT_IN_TILES
             return runtime.without_gradient(network, x, forward_pass(), message)
         if not runtime.wants_gradient(network, x):
             return forward_pass()
-        program = self.program(direction)
+        program = self._program_of(network)
         lengths = [len(chunk) for chunk in direction.chunks(self, x.shape[2])]
         return runtime.differentiable(
             functools.partial(program.run_video, lengths=lengths),
@@ -174,10 +181,13 @@ class AutoencoderKLCogVideoX(ChunkedVAE):
 
         The program is built at the first call, and again after a change of the modules, hooks or attributes.
         """
-        network = chunk_network(self, direction, as_uint8)
+        return self._program_of(chunk_network(self, direction, as_uint8))
+
+    def _program_of(self, network: ChunkNetwork) -> Any:
         # `get` compares the network with those of the programs that it has. If none is equal, it calls
         # `_compile_for`.
-        return runtime.programs_of(self).get((direction, as_uint8), network, self._compile_for)
+        kind = network.direction, network.as_uint8
+        return runtime.programs_of(self).get(kind, network, self._compile_for)
 
     def compile_ahead(self, direction: Direction, shape: torch.Size | tuple[int, ...]) -> None:
         """Start to compile a direction's programs for an input of this shape (N, C, T, H, W), in threads.
@@ -185,7 +195,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE):
         A call that needs the programs waits for them. Nothing is compiled for a model that is not on JAX, or
         for an input that would run in tiles.
         """
-        if not runtime.is_on_jax(self) or self._tile_plan(direction, torch.Size(shape[3:])) is not None:
+        if not runtime.is_on_jax(self) or self._tile_plan(direction, shape[2:]) is not None:
             return
         program = self.program(direction)
         videos = 1 if self.use_slicing else shape[0]
@@ -202,7 +212,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE):
         """
         return self._compile_for(chunk_network(stock_of(self) if stock else self, direction))
 
-    def _compile_for(self, network: nn.Module) -> Any:
+    def _compile_for(self, network: ChunkNetwork) -> Any:
         """Return a program of a chunk's network, for the device or the mesh that the model is on."""
         change = change_in(network)
         if change is not None:
@@ -216,14 +226,9 @@ class AutoencoderKLCogVideoX(ChunkedVAE):
         if change is not None:
             # Diffusers' own operations do not keep the padding of a split width zero.
             return runtime.Program(network, VideoPlacement(self.mesh, NCTHW))
-        direction = ENCODE if isinstance(network, EncoderChunk) else DECODE
-        place = Placement(
-            self.mesh,
-            axes=NCTHW,
-            # The input columns of a latent pixel, 8 or 1, which must be on one device.
-            unit=direction.scale(self.spatial_compression_ratio),
-        )
-        return runtime.Program(network, place)
+        # The input columns of a latent pixel, 8 or 1, which must be on one device.
+        unit = network.direction.scale(self.spatial_compression_ratio)
+        return runtime.Program(network, Placement(self.mesh, NCTHW, unit))
 
     def place_on(self, mesh: Mesh) -> None:
         """Run on another mesh from now on, and drop the programs that were compiled so far.
@@ -239,22 +244,13 @@ class AutoencoderKLCogVideoX(ChunkedVAE):
         """Raise `ValueError` if only one of an input and the weights is on an accelerator."""
         if runtime.is_on_jax(self):
             runtime.check_not_forked()
-        accelerated = runtime.is_on_jax(self) or runtime.is_on_torchtpu(self)  # the weights
+        given, held = x.device.type, self.device.type  # "jax", "tpu", or a device of PyTorch's own
         # A stream moves plain tensors to the weights' accelerator by itself.
-        if runtime.on_accelerator(x) == accelerated or (for_stream and accelerated):
-            return
-        if accelerated:
-            device = next(self.parameters()).device.type  # "jax" or "tpu"
+        if given != held and not (for_stream and held in ("jax", "tpu")):
             raise ValueError(
-                f'got {name} on {x.device} for weights on {device}: move the tensor .to("{device}")'
+                f'got {name} on {given} for weights on {held}: move the tensor .to("{held}"), or the model, '
+                f'vae.to("{given}")'
             )
-        device = x.device.type
-        raise ValueError(f'got {name} on {device} for weights in PyTorch: move vae.to("{device}")')
-
-    def _takes_dtype(self, x: torch.Tensor) -> bool:
-        """Return whether the model takes a tensor's dtype; under PyTorch's autocast it takes all floats."""
-        autocasts = not runtime.is_on_jax(self) and torch.is_autocast_enabled(x.device.type)
-        return (autocasts and x.is_floating_point()) or super()._takes_dtype(x)
 
 
 def check_vae_class(model: Any) -> None:

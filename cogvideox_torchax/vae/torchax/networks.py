@@ -20,13 +20,15 @@ from cogvideox_torchax import runtime
 from cogvideox_torchax.runtime.layers import watched
 from cogvideox_torchax.vae.axes import HWNTC, NCTHW, Axes
 from cogvideox_torchax.vae.columns import OnColumns
-from cogvideox_torchax.vae.directions import ENCODE, Direction
+from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from jax_kernels.common.columns import with_clear_padding
 
 
 class EncoderChunk(OnColumns, nn.Module):
     """The network from frames, floats in [-1, 1] or uint8, to their latents' means and log-variances."""
+
+    direction, as_uint8 = ENCODE, False
 
     def __init__(self, vae: DiffusersAutoencoder):
         super().__init__()
@@ -50,6 +52,8 @@ class EncoderChunk(OnColumns, nn.Module):
 class DecoderChunk(nn.Module):
     """The network from latents to frames, in [-1, 1] or as uint8."""
 
+    direction = DECODE
+
     def __init__(self, vae: DiffusersAutoencoder, as_uint8: bool = False):
         super().__init__()
         self.decoder = vae.decoder
@@ -70,7 +74,10 @@ def _permuted(cache: Any, axes: Axes, new_axes: Axes) -> Any:
     return None if cache is None else cache.permute([axes.index(letter) for letter in new_axes])
 
 
-def chunk_network(vae: DiffusersAutoencoder, direction: Direction, as_uint8: bool = False) -> nn.Module:
+ChunkNetwork = EncoderChunk | DecoderChunk
+
+
+def chunk_network(vae: DiffusersAutoencoder, direction: Direction, as_uint8: bool = False) -> ChunkNetwork:
     """Return the network of one direction; with `as_uint8` decoded frames are bytes."""
     return EncoderChunk(vae) if direction == ENCODE else DecoderChunk(vae, as_uint8)
 

@@ -92,7 +92,7 @@ BAD_CALLS = {
     "too many in one piece": (decoding(3, reference.latents(4)), "goes on after the 3"),
     "pieces of two sizes": (
         decoding(5, reference.latents(3), reference.latents(2, width=6)),
-        r"frame 3 is \(1, 16, 2, 3, 6\)",
+        r"frame 3 is \(1, 16, 1, 3, 6\), the ones before it \(1, 16, 1, 3, 5\)",
     ),
     "a NaN in a piece": (decoding(5, reference.latents(3), reference.latents(2) * float("nan")), "frame 3"),
 }
@@ -124,7 +124,9 @@ def test_slicing_runs_one_video_at_a_time(shallow_vae, build):
     for half in (vae.encoder, vae.decoder) if build != "flax" else ():
         half.conv_in.register_forward_pre_hook(check)
     z, x = reference.latents(5, batch=3), reference.video(9, batch=3)
-    reference.check_as_stock(vae, shallow_vae, z, x)
+    frames, moments = reference.run_decode(vae, z), reference.run_encode(vae, x)
+    assert relative_error(frames, reference.decoded(shallow_vae, z)) < FLOAT32_RELATIVE
+    assert relative_error(moments, reference.encoded(shallow_vae, x)) < FLOAT32_RELATIVE
 
 
 def started(vae, kind):
