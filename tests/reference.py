@@ -69,6 +69,23 @@ Without one, a level of the encoder has to keep the number of channels.
 TWO_SHALLOW_LEVELS = {**TWO_LEVELS, **SHALLOW, "block_out_channels": (8, 8)}
 
 
+def cases(values, *, quick=(), product=()):
+    """Return pytest's parameters of each case, whose values `values` has by the case's name.
+
+    `make test` runs the cases that `quick` names, and `make test-product` those of `product`. The others are
+    slow: `make test-all` runs them.
+    """
+    assert {*quick, *product} <= values.keys()
+    return [
+        pytest.param(
+            *each,
+            id=name,
+            marks=() if name in quick else pytest.mark.product if name in product else pytest.mark.slow,
+        )
+        for name, each in values.items()
+    ]
+
+
 def small_vae(seed: int = 0, **overrides) -> AutoencoderKLCogVideoX:
     """Return stock diffusers with random weights, biases and affine parameters too: none can be lost."""
     torch.manual_seed(seed)

@@ -236,9 +236,12 @@ def test_a_tensor_is_copied_and_saved():
     for copied in (copy.copy(tensor), copy.deepcopy(tensor), tensor.clone()):
         assert runtime.on_jax(copied)
         assert torch.equal(copied.cpu(), tensor.cpu())
-    torch.save({"x": tensor}, file)
+    torch.save({"x": tensor, "a part": tensor[0]}, file)
     file.seek(0)
-    assert torch.equal(torch.load(file)["x"], tensor.cpu())
+    loaded = torch.load(file)
+    assert {type(each) for each in loaded.values()} == {torch.Tensor}
+    assert torch.equal(loaded["x"], tensor.cpu())
+    assert torch.equal(loaded["a part"], tensor[0].cpu())
 
 
 @pytest.mark.parametrize("order", ["import cogvideox_torchax, torch", "import torch, cogvideox_torchax"])

@@ -8,6 +8,26 @@ import torch
 from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, FLOAT32_RELATIVE, relative_error, rms_error
 from tests import reference
 
+
+def on_backends(backends, cases, *, quick, slow):
+    """Return pytest's parameters (backend, *values) of each case on each backend.
+
+    `cases` has the values of each case by its name. `quick` and `slow` name, for each backend, the cases that
+    `make test` and `make test-all` run. All others are left to `make test-product`.
+    """
+
+    def marks(backend, name):
+        if name in quick.get(backend, ()):
+            return ()
+        return pytest.mark.slow if name in slow.get(backend, ()) else pytest.mark.product
+
+    return [
+        pytest.param(backend, *values, marks=marks(backend, name), id=f"{name} by {backend}")
+        for name, values in cases.items()
+        for backend in backends
+    ]
+
+
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 """The file of a saved model's weights."""
 NAME = "decoder.conv_in.conv.weight"

@@ -28,7 +28,7 @@ from tests.jax_kernels.devices import (
     pixels_first,
     struct,
 )
-from tests.reference import check_in_place, interpreted_kernels, largest_error, traced_anew
+from tests.reference import cases, check_in_place, interpreted_kernels, largest_error, traced_anew
 
 GROUPS = 4
 
@@ -94,11 +94,19 @@ def given(shape, outputs, cell, cached, added):
     return inputs(shape, outputs, cell=cell, cached=cached), options
 
 
-@pytest.mark.parametrize(("shape", "outputs", "cell", "cached", "added"), CASES.values(), ids=CASES)
-@pytest.mark.slow_cases(but=["two frames, blocks filled"])
-@pytest.mark.product_cases(
-    *("eight frames, two chunks", "four frames, one tile to two", "a first frame to three channels"),
-    *("the start of a video, eight frames", "a first frame of a plain norm"),
+@pytest.mark.parametrize(
+    ("shape", "outputs", "cell", "cached", "added"),
+    cases(
+        CASES,
+        quick=["two frames, blocks filled"],
+        product=[
+            "eight frames, two chunks",
+            "four frames, one tile to two",
+            "a first frame to three channels",
+            "the start of a video, eight frames",
+            "a first frame of a plain norm",
+        ],
+    ),
 )
 def test_the_kernel_equals_norm_activation_and_convolution(shape, outputs, cell, cached, added, interpreted):
     operands, options = given(shape, outputs, cell, cached, added)
@@ -156,18 +164,22 @@ def test_the_statistics_that_a_call_before_gave_are_those_of_its_result(interpre
     assert largest_error(convolve(ColumnMoments(columns.mean + 1, columns.m2))[0], found[0]) > 0.1
 
 
+STRIPS = {
+    "eight frames in two": ((1, 8, 4, 96, 16), 16, 2, True, True, 2),
+    "two videos in three, ragged": ((2, 4, 2, 188, 32), 16, 2, True, False, 3),
+    "the start of a plain norm in four": ((1, 2, 2, 384, 32), 32, None, False, True, 4),
+    "three frames, the first whole": ((1, 3, 2, 288, 16), 16, None, False, True, 3),
+    "four frames to three channels in two": ((1, 4, 2, 96, 16), 3, 2, True, False, 2),
+}
+
+
 @pytest.mark.parametrize(
     ("shape", "outputs", "cell", "cached", "added", "strips"),
-    [
-        pytest.param((1, 8, 4, 96, 16), 16, 2, True, True, 2, id="eight frames in two"),
-        pytest.param((2, 4, 2, 188, 32), 16, 2, True, False, 3, id="two videos in three, ragged"),
-        pytest.param((1, 2, 2, 384, 32), 32, None, False, True, 4, id="the start of a plain norm in four"),
-        pytest.param((1, 3, 2, 288, 16), 16, None, False, True, 3, id="three frames, the first whole"),
-        pytest.param((1, 4, 2, 96, 16), 3, 2, True, False, 2, id="four frames to three channels in two"),
-    ],
+    cases(
+        STRIPS,
+        product=["eight frames in two", "two videos in three, ragged", "three frames, the first whole"],
+    ),
 )
-@pytest.mark.slow
-@pytest.mark.product_cases("eight frames*", "two videos*", "three frames*")
 def test_strips_are_norm_activation_and_convolution_of_the_whole_picture(
     shape, outputs, cell, cached, added, strips, interpreted
 ):
@@ -205,18 +217,20 @@ def test_strips_of_few_frames_have_blocks_that_a_tpu_takes(frames, monkeypatch):
     assert "norm_conv3d" in traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
+FILTERED = {
+    "eight frames": (8, 720, 128, "on", 4, 80),
+    "eight frames to three channels": (8, 720, 3, "on", 4, 80),
+    "eight frames to 256 channels": (8, 360, 256, "on", 4, 40),
+    "four frames": (4, 180, 512, "on", 2, 48),
+    "eight frames of few columns": (8, 12, 128, "on", 4, 48),
+    "two frames": (2, 90, 512, "on", 0, 96),
+    "a first frame": (1, 720, 128, "on", 0, 96),
+    "eight frames where filtering is off": (8, 720, 128, "direct", 0, 24),
+}
+
+
 @pytest.mark.parametrize(
-    ("frames", "columns", "outputs", "mode", "tile", "chunk"),
-    [
-        (8, 720, 128, "on", 4, 80),
-        (8, 720, 3, "on", 4, 80),
-        (8, 360, 256, "on", 4, 40),
-        (4, 180, 512, "on", 2, 48),
-        (8, 12, 128, "on", 4, 48),
-        (2, 90, 512, "on", 0, 96),
-        (1, 720, 128, "on", 0, 96),
-        (8, 720, 128, "direct", 0, 24),
-    ],
+    ("frames", "columns", "outputs", "mode", "tile", "chunk"), FILTERED.values(), ids=FILTERED
 )
 def test_four_and_eight_frames_are_filtered_by_winograd(
     frames, columns, outputs, mode, tile, chunk, monkeypatch
@@ -227,22 +241,30 @@ def test_four_and_eight_frames_are_filtered_by_winograd(
     assert found.units % found.shares == 0 or not tile
 
 
+SHARDS = {
+    "eight frames, four shards": ((1, 8, 4, 32, 16), 16, 2, True, True, (1, 1), (1, 4)),
+    "two videos, the last shard padded": ((2, 8, 2, 28, 32), 16, 2, True, True, (7, 8), (2, 4)),
+    "a shard of padding alone": ((1, 4, 4, 20, 16), 32, 2, False, False, (5, 8), (1, 4)),
+    "a plain norm, padded": ((1, 2, 2, 14, 32), 32, None, True, True, (7, 8), (1, 4)),
+    "a first frame, padded": ((1, 1, 4, 28, 16), 16, 2, False, True, (7, 8), (1, 4)),
+    "three channels, padded": ((1, 4, 4, 28, 16), 3, 2, True, False, (7, 8), (1, 4)),
+    "one shard, padded": ((1, 8, 2, 14, 16), 16, 2, True, False, (7, 8), (1, 1)),
+}
+
+
 @pytest.mark.parametrize(
     ("shape", "outputs", "cell", "cached", "added", "width", "mesh"),
-    [
-        pytest.param((1, 8, 4, 32, 16), 16, 2, True, True, (1, 1), (1, 4), id="eight frames, four shards"),
-        pytest.param(
-            (2, 8, 2, 28, 32), 16, 2, True, True, (7, 8), (2, 4), id="two videos, the last shard padded"
-        ),
-        pytest.param((1, 4, 4, 20, 16), 32, 2, False, False, (5, 8), (1, 4), id="a shard of padding alone"),
-        pytest.param((1, 2, 2, 14, 32), 32, None, True, True, (7, 8), (1, 4), id="a plain norm, padded"),
-        pytest.param((1, 1, 4, 28, 16), 16, 2, False, True, (7, 8), (1, 4), id="a first frame, padded"),
-        pytest.param((1, 4, 4, 28, 16), 3, 2, True, False, (7, 8), (1, 4), id="three channels, padded"),
-        pytest.param((1, 8, 2, 14, 16), 16, 2, True, False, (7, 8), (1, 1), id="one shard, padded"),
-    ],
+    cases(
+        SHARDS,
+        quick=["a plain norm, padded"],
+        product=[
+            "eight frames, four shards",
+            "two videos, the last shard padded",
+            "a first frame, padded",
+            "one shard, padded",
+        ],
+    ),
 )
-@pytest.mark.slow_cases(but=["a plain norm, padded"])
-@pytest.mark.product_cases("eight frames*", "two videos*", "a first frame*", "one shard*")
 def test_shards_give_what_one_device_gives(
     shape, outputs, cell, cached, added, width, mesh, interpreted_on_mesh
 ):
@@ -263,12 +285,14 @@ def test_shards_have_the_gradients_of_one_device(interpreted_on_mesh):
     check_gradients(convolved, on_mesh(convolved, 5, 8, 1, 4), operands, real=20)
 
 
-@pytest.mark.parametrize(
-    ("of_shard", "outputs"),
-    [(False, 16), (True, 16), (True, 3)],
-    ids=["alone", "a padded shard with neighbours", "such a shard to three channels"],
-)
-@pytest.mark.slow_cases(but=["a padded shard with neighbours"])
+DERIVED = {
+    "alone": (False, 16),
+    "a padded shard with neighbours": (True, 16),
+    "such a shard to three channels": (True, 3),
+}
+
+
+@pytest.mark.parametrize(("of_shard", "outputs"), cases(DERIVED, quick=["a padded shard with neighbours"]))
 def test_its_derivatives_are_those_of_the_plain_form(of_shard, outputs, interpreted):
     x, _, kernel, bias, cache = inputs((1, 2, 2, 32, 16), outputs)
     ones = jnp.ones((1, 1, 1, 8, 16))
@@ -289,30 +313,31 @@ def test_its_derivatives_are_those_of_the_plain_form(of_shard, outputs, interpre
 
 
 LARGE = (1, 8, 128, 256, 128)
+BFLOAT16 = jnp.bfloat16
+TAKEN = {
+    "a first frame": ((1, 1, 128, 256, 128), BFLOAT16, (1, 16, 32), (3, 3, 3), 128, True),
+    "eight frames": (LARGE, BFLOAT16, (2, 16, 32), (3, 3, 3), 128, True),
+    "a plain norm to two tiles": (LARGE, BFLOAT16, (1, 1, 1), (3, 3, 3), 256, True),
+    "four frames": ((1, 4, 128, 256, 128), BFLOAT16, (2, 64, 128), (3, 3, 3), 128, True),
+    "float32, whose products are not the unit's own": (
+        *(LARGE, jnp.float32, (2, 16, 32), (3, 3, 3), 128, False),
+    ),
+    "nine frames, no words of two": ((1, 9, 128, 256, 128), BFLOAT16, (1, 1, 1), (3, 3, 3), 128, False),
+    "a row left over": ((1, 8, 127, 256, 128), BFLOAT16, (8, 127, 32), (3, 3, 3), 128, False),
+    "half a tile of channels": ((1, 8, 128, 256, 64), BFLOAT16, (1, 1, 1), (3, 3, 3), 128, False),
+    "three channels as the result": (LARGE, BFLOAT16, (1, 1, 1), (3, 3, 3), 3, True),
+    "a tile and a half as the result": (LARGE, BFLOAT16, (1, 1, 1), (3, 3, 3), 192, False),
+    "a window of one pixel": (LARGE, BFLOAT16, (1, 1, 1), (1, 1, 1), 128, False),
+    "latents of the frame's size": (LARGE, BFLOAT16, (8, 128, 256), (3, 3, 3), 128, True),
+    "more columns of a latent than a unit": (LARGE, BFLOAT16, (8, 16, 16), (3, 3, 3), 128, False),
+    "steps across latents": ((1, 8, 132, 256, 128), BFLOAT16, (8, 44, 32), (3, 3, 3), 128, False),
+    "a small frame": ((1, 8, 32, 64, 128), BFLOAT16, (1, 1, 1), (3, 3, 3), 128, False),
+    "a wide frame, in strips": ((1, 8, 16, 4096, 256), BFLOAT16, (1, 1, 1), (3, 3, 3), 256, True),
+    "a frame too wide for VMEM": ((1, 8, 16, 8192, 256), BFLOAT16, (1, 1, 1), (3, 3, 3), 256, False),
+}
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "grid", "window", "outputs", "taken"),
-    [
-        ((1, 1, 128, 256, 128), jnp.bfloat16, (1, 16, 32), (3, 3, 3), 128, True),
-        (LARGE, jnp.bfloat16, (2, 16, 32), (3, 3, 3), 128, True),
-        (LARGE, jnp.bfloat16, (1, 1, 1), (3, 3, 3), 256, True),
-        ((1, 4, 128, 256, 128), jnp.bfloat16, (2, 64, 128), (3, 3, 3), 128, True),
-        (LARGE, jnp.float32, (2, 16, 32), (3, 3, 3), 128, False),  # whose products are not the unit's own
-        ((1, 9, 128, 256, 128), jnp.bfloat16, (1, 1, 1), (3, 3, 3), 128, False),  # no words of two frames
-        ((1, 8, 127, 256, 128), jnp.bfloat16, (8, 127, 32), (3, 3, 3), 128, False),  # a row left over
-        ((1, 8, 128, 256, 64), jnp.bfloat16, (1, 1, 1), (3, 3, 3), 128, False),  # half a tile of channels
-        (LARGE, jnp.bfloat16, (1, 1, 1), (3, 3, 3), 3, True),
-        (LARGE, jnp.bfloat16, (1, 1, 1), (3, 3, 3), 192, False),  # a tile and a half
-        (LARGE, jnp.bfloat16, (1, 1, 1), (1, 1, 1), 128, False),
-        (LARGE, jnp.bfloat16, (8, 128, 256), (3, 3, 3), 128, True),
-        (LARGE, jnp.bfloat16, (8, 16, 16), (3, 3, 3), 128, False),  # more columns of a latent than a unit
-        ((1, 8, 132, 256, 128), jnp.bfloat16, (8, 44, 32), (3, 3, 3), 128, False),  # steps across latents
-        ((1, 8, 32, 64, 128), jnp.bfloat16, (1, 1, 1), (3, 3, 3), 128, False),  # small
-        ((1, 8, 16, 4096, 256), jnp.bfloat16, (1, 1, 1), (3, 3, 3), 256, True),  # in strips
-        ((1, 8, 16, 8192, 256), jnp.bfloat16, (1, 1, 1), (3, 3, 3), 256, False),  # too wide for VMEM
-    ],
-)
+@pytest.mark.parametrize(("shape", "dtype", "grid", "window", "outputs", "taken"), TAKEN.values(), ids=TAKEN)
 def test_what_the_kernel_takes(shape, dtype, grid, window, outputs, taken):
     def takes(x, kernel):
         pixels = shape[2] * shape[3]
@@ -322,21 +347,22 @@ def test_what_the_kernel_takes(shape, dtype, grid, window, outputs, taken):
     assert answer(takes, struct(*shape, dtype=dtype), kernel) == taken
 
 
+COMPILED = {
+    "v6e, eight frames": ("v6e:1x1", 8, 0, 128, 128),
+    "v6e, eight frames, a part of a product": ("v6e:1x1", 8, 4, 128, 128),
+    "v6e, four frames of two tiles": ("v6e:1x1", 4, 0, 256, 128),
+    "v5e, eight frames to two tiles": ("v5e:1x1", 8, 0, 128, 256),
+    "v6e, two frames to four tiles": ("v6e:1x1", 2, 0, 128, 512),
+    "v6e, four frames to three channels": ("v6e:1x1", 4, 0, 128, 3),
+    "v5p, eight frames": ("v5p:2x2x1", 8, 0, 128, 128),
+    "tpu7x, two frames": ("tpu7x:2x2x1", 2, 0, 128, 128),
+}
+
+
 @pytest.mark.parametrize(
     ("topology", "frames", "beyond", "channels", "outputs"),
-    [
-        ("v6e:1x1", 8, 0, 128, 128),
-        ("v6e:1x1", 8, 4, 128, 128),
-        ("v6e:1x1", 4, 0, 256, 128),
-        ("v5e:1x1", 8, 0, 128, 256),
-        ("v6e:1x1", 2, 0, 128, 512),
-        ("v6e:1x1", 4, 0, 128, 3),
-        ("v5p:2x2x1", 8, 0, 128, 128),
-        ("tpu7x:2x2x1", 2, 0, 128, 128),
-    ],
+    cases(COMPILED, quick=["v6e, eight frames, a part of a product"], product=["v6e, eight frames"]),
 )
-@pytest.mark.slow_cases(but=["v6e:1x1-8-4-*"])
-@pytest.mark.product_cases("v6e:1x1-8-0-*")
 def test_mosaic_compiles_it_in_place(topology, frames, beyond, channels, outputs):
     height, width = 8, 192 // frames + beyond  # columns of a product, and a part of one
 
@@ -391,8 +417,7 @@ def spatial(width, channels, rows=1):
     return norm, struct(3, 3, 3, channels, channels), vector
 
 
-@pytest.mark.parametrize("frames", [2, 8])
-@pytest.mark.slow_cases("2")
+@pytest.mark.parametrize("frames", [pytest.param(2, marks=pytest.mark.slow), 8])
 def test_a_shard_copies_neither_its_frames_nor_its_cache_for_its_neighbours(frames):
     height, width, channels = 64, 8 * 88, 128
     mesh = Mesh(np.array(chips.topology_devices("v6e:2x4")), ("tp",), axis_types=(AxisType.Auto,))
@@ -420,9 +445,7 @@ def test_a_shard_copies_neither_its_frames_nor_its_cache_for_its_neighbours(fram
     assert compiled.memory_analysis().alias_size_in_bytes == 2 * own * 2 // frames
 
 
-@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:1x1"])
-@pytest.mark.slow
-@pytest.mark.product_cases("v6e*")
+@pytest.mark.parametrize("topology", cases({"v5p": ("v5p:2x2x1",), "v6e": ("v6e:1x1",)}, product=["v6e"]))
 def test_strips_of_a_wide_picture_copy_neither_its_frames_nor_its_cache(topology):
     height, width, channels = 8, 1600, 128
     x, cache = (struct(height, width, 1, length, channels) for length in (8, 2))
