@@ -126,8 +126,9 @@ def test_a_vae_decodes_and_encodes_whole_streamed_and_in_tiles(on_cpu, stock, st
     vae = port(copy.deepcopy(stock))
     with torch.no_grad(), torch.compiler.set_stance(stance):
         reference.check_as_stock(vae, stock, z, x)
-        tiles = {"tile_sample_min_height": 8, "tile_sample_min_width": 6}
-        with reference.tiled(vae, in_tiles := copy.deepcopy(stock), **tiles):
+        sides = {"tile_sample_min_height": 8, "tile_sample_min_width": 8}
+        overlaps = {"tile_overlap_factor_height": 1 / 4, "tile_overlap_factor_width": 1 / 4}
+        with reference.tiled(vae, in_tiles := copy.deepcopy(stock), **sides, **overlaps):
             frames = vae.decode(z).sample
             assert relative_error(frames, in_tiles.decode(z).sample) < FLOAT32_RELATIVE
         program = vae.program(DECODE)
