@@ -48,7 +48,7 @@ class Variables:
         self._met.add(id(value))
         if isinstance(value, torch.Tensor):
             array, _version = state = state_of(value)
-            write = partial(upstream.replace_array, value) if array is not None else value.copy_
+            write: Any = partial(upstream.replace_array, value) if array is not None else value.copy_
             old = torch.clone(value) if array is None else lambda _: array
             self._found.append((name, partial(state_of, value), lambda _: write(old), state))
         elif isinstance(value, FUNCTIONS):
