@@ -302,6 +302,8 @@ def _run_operator(self: Any, func: Any, args: Any, options: Any, written: list[A
         return _on_host(func, args, options, written)
     try:
         result = run(args, dict(options))  # which takes options out as it reads them
+        if isinstance(result, torch.Tensor) and str(func._schema.returns[0].type) == "bool":
+            return bool(result)  # of `allclose`, whose result torchax leaves on the device
         # Some functions of torchax's return what they should have written.
         is_lost = len(written) == 1 and isinstance(result, torch.Tensor) and result is not written[0]
         return written[0].copy_(result) if is_lost else result
