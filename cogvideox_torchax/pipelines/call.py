@@ -13,6 +13,7 @@ call's arguments as a tuple and a dictionary:
   returns pictures.
 """
 
+import functools
 import hashlib
 import inspect
 import math
@@ -258,7 +259,7 @@ def _rotary_tables(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: 
     return tuple(table.to(arguments["device"]) for table in tables)
 
 
-WRAPPERS: dict[str, Callable[..., Any]] = {
+_WRAPPERS: dict[str, Callable[..., Any]] = {
     "__call__": _call,
     "check_inputs": _check_inputs,
     "encode_prompt": _encode_prompt,
@@ -266,6 +267,23 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
     upstream.ROTARY_TABLES: _rotary_tables,
 }
 """By the name of a pipeline's method, the function that runs in its place."""
+
+
+def wrapped_methods(kind: type) -> dict[str, Callable[..., Any]]:
+    """Return the methods of a ported pipeline's class, by name, around those of the class `kind`."""
+    return {name: _wrapped(kind, name) for name in _WRAPPERS if hasattr(kind, name)}
+
+
+def _wrapped(kind: type, name: str) -> Callable[..., Any]:
+    """Return a method that runs the wrapper of the method `name` of `kind`, with that method's signature."""
+
+    @functools.wraps(getattr(kind, name))
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # The inherited method is looked up in each call: a user may replace it on the class.
+        return _WRAPPERS[name](self, getattr(kind, name), args, kwargs)
+
+    return call
+
 
 _CALLS = tuple(kind.__call__ for kind in PIPELINES)
 """The calls of CogVideoX's pipelines, which make frames of what `decode_latents` returns."""

@@ -2,13 +2,12 @@
 
 The class that a ported class replaces is called `kind` here. `KNOWN` has the ported class of each stock
 class, a class of diffusers or of transformers; for any other network a class is made. A ported pipeline runs
-diffusers' own call, with its own scheduler, by the methods in `call.WRAPPERS`.
+diffusers' own call, with its own scheduler, with what `call` adds to its methods.
 """
 
 import functools
 import logging
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from transformers.models.t5.modeling_t5 import T5EncoderModel as TransformersT5E
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.pipelines import sharding
 from cogvideox_torchax.pipelines.blocks import Block
-from cogvideox_torchax.pipelines.call import WRAPPERS
+from cogvideox_torchax.pipelines.call import wrapped_methods
 from cogvideox_torchax.pipelines.eight_bits import Weights, check_bits, quantize, take_bits
 from cogvideox_torchax.pipelines.frames import FrameProcessor
 from cogvideox_torchax.pipelines.networks import CompiledNetwork, KnownNetwork, device_bytes_of, port_layers
@@ -325,19 +324,5 @@ def _ported_pipeline_class(kind: type) -> type:
     return type(
         kind.__name__,
         (PortedPipeline, kind),
-        {
-            **{name: _wrapped(kind, name) for name in WRAPPERS if hasattr(kind, name)},
-            "__module__": kind.__module__,
-        },
+        {**wrapped_methods(kind), "__module__": kind.__module__},
     )
-
-
-def _wrapped(kind: type, name: str) -> Callable[..., Any]:
-    """Return a method that runs the wrapper of the method `name` of `kind`, with that method's signature."""
-
-    @functools.wraps(getattr(kind, name))
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # The inherited method is looked up in each call: a user may replace it on the class.
-        return WRAPPERS[name](self, getattr(kind, name), args, kwargs)
-
-    return call

@@ -108,7 +108,7 @@ def test_one_video_is_split_over_dp_too_or_a_line_says_once_what_to_do(split, ax
         step(model, 2)
         assert relative_error(step(model, 1), reference(videos=1, num_layers=1)) < TOLERANCE
     words = "do the same work, as they share a batch of 1; without guidance pass mesh=make_mesh(dp=1, tp=8)"
-    assert len(caplog.records) == caplog.text.count(words) == (0 if axes else 1)
+    assert caplog.text.count(words) == (0 if axes else 1)
 
 
 @pytest.mark.parametrize("split", ["one device", "2x4 context", "2x4 tensor"])
