@@ -171,7 +171,7 @@ class ChunkedVAE(PortedModel, DiffusersAutoencoder):
 
     def _checked_chunks(
         self, direction: Direction, source: torch.Tensor | Iterable[torch.Tensor], num_frames: int | None
-    ) -> tuple[Iterator[torch.Tensor], tuple[int, int, int]]:
+    ) -> tuple[Iterator[torch.Tensor], Sequence[int]]:
         """Check a whole input, or an iterable of its pieces; return its chunks, and its (T, H, W).
 
         Of an iterable the first piece is checked now, and each chunk when it is taken.
@@ -186,7 +186,7 @@ class ChunkedVAE(PortedModel, DiffusersAutoencoder):
                     f"{name} got {source.shape[2]} frames where {num_frames} were announced: leave "
                     "num_frames out, or cut them"
                 )
-            return frames_of_chunks(self, direction, source), source.shape[2:]  # pyright: ignore
+            return frames_of_chunks(self, direction, source), source.shape[2:]
         if num_frames is None or num_frames < 1:
             raise ValueError(
                 f"{name} got an iterable and num_frames={num_frames}: pass num_frames, how many it gives"
@@ -234,15 +234,19 @@ class ChunkedVAE(PortedModel, DiffusersAutoencoder):
 
     def _tile_plan(self, direction: Direction, size: Sequence[int]) -> tiling.TilePlan | None:
         """Return the tiles of an input of `size` (T, H, W); None if tiling is off, or one tile is enough."""
-        frames, *sides = size
+        frames, rows, columns = size
         scale = self.spatial_compression_ratio
-        pixels = (side * scale // direction.scale(scale) for side in sides)
-        tile = memory.tile_of(self, direction, *pixels, frames)
+        pixels = scale // direction.scale(scale)  # of a video for each row of the input
+        tile = memory.tile_of(self, direction, rows * pixels, columns * pixels, frames)
         if tile is None:
             return None
-        overlaps = self.tile_overlap_factor_height, self.tile_overlap_factor_width
-        settings = tiling.TileSettings(*(side // scale for side in tile), *overlaps)
-        return settings.plan(direction, sides, scale)
+        settings = tiling.TileSettings(
+            tile[0] // scale,
+            tile[1] // scale,
+            self.tile_overlap_factor_height,
+            self.tile_overlap_factor_width,
+        )
+        return settings.plan(direction, (rows, columns), scale)
 
     def _check(
         self, direction: Direction, x: torch.Tensor, *, for_stream: bool = False, first_frame: int = 0

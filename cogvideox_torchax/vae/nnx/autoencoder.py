@@ -172,7 +172,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     def from_state_dict(
         cls,
         config: FlaxAutoencoderKLCogVideoXConfig | Mapping[str, Any],
-        state_dict: Mapping[str, Any] | Iterable[tuple[str, np.ndarray]],
+        state_dict: Any,
         *,
         source: object = "the state dict",
         **dtypes: Any,
@@ -181,7 +181,8 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
 
         Args:
             config: the sizes of the model.
-            state_dict: a torch state dict, or pairs of a name and a NumPy array, read one at a time.
+            state_dict: a torch state dict, or an iterable of pairs of a name and a NumPy array, which are
+                read one at a time.
             source: what an error calls the weights.
             dtypes: the class's `dtype` and `param_dtype`.
 

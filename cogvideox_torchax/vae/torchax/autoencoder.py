@@ -212,7 +212,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE):
         """
         return self._compile_for(chunk_network(stock_of(self) if stock else self, direction))
 
-    def _compile_for(self, network: ChunkNetwork) -> Any:
+    def _compile_for(self, network: Any) -> Any:
         """Return a program of a chunk's network, for the device or the mesh that the model is on."""
         change = change_in(network)
         if change is not None:
