@@ -140,14 +140,16 @@ def load_pipeline(
     # The transformer and the text encoder are loaded here, a weight at a time. diffusers loads all other
     # parts, and takes these two as options.
     networks = {
-        part: place_network(_on_meta(directory / part, part, dtypes[part]), part, mesh, parallel, weights)
+        part: place_network(
+            _on_meta(directory / part, part, dtypes[part]).eval(), part, mesh, parallel, weights
+        )
         for part in STEMS.keys() & parts
     }
     offload_models(networks, mesh, loaded_class.model_cpu_offload_seq, wanted=offload)
     for part, network in networks.items():
         _load_weights(network, directory / part, part, dtypes[part], variants.get(part))
     # `dtype_option` is the name of the argument for the dtype, which depends on diffusers' version.
-    pipe = loaded_class.from_pretrained(
+    pipe: Any = loaded_class.from_pretrained(
         directory, **{upstream.dtype_option(): dtypes, "variant": variant, **diffusers_options, **networks}
     )
     port_pipeline(pipe, mesh, parallel, weights, offload=offload)
@@ -225,9 +227,9 @@ def _on_meta(directory: Path, part: str, dtype: torch.dtype) -> Any:
     try:
         with init_empty_weights():
             if part == "text_encoder":
-                return T5EncoderModel(T5Config.from_pretrained(directory)).eval()
+                return T5EncoderModel(T5Config.from_pretrained(directory))
             config: Any = CogVideoXTransformer3DModel.load_config(directory)
-            return CogVideoXTransformer3DModel.from_config(config).eval()
+            return CogVideoXTransformer3DModel.from_config(config)
     finally:
         torch.set_default_dtype(default_dtype)
 

@@ -270,7 +270,7 @@ def port_vae(vae: Any, mesh: Mesh | None = None) -> Any:
     A second call ports only modules that were added since the first call. Without a mesh the model stays
     where it is.
     """
-    if not isinstance(vae, PortedModel):
+    if not issubclass(type(vae), PortedModel):
         vae.__class__ = _ported_class(type(vae))
         save_as_stock(vae)  # a saved pipeline names diffusers' class, and loads without this package
         # If gradient checkpointing is on already, modules have torch's function for it. `rematerialized`
