@@ -372,10 +372,11 @@ class Generator:
     def _with_lora(self) -> Any:
         """Return the transformer in PyTorch, the LoRA added to its weights before they are rounded."""
         import diffusers
+        from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
 
         kind = getattr(diffusers, CLASSES[self.model.kind])
         with _loading(f"the LoRA {self._lora}"):
-            transformer: Any = diffusers.CogVideoXTransformer3DModel.from_pretrained(
+            transformer: Any = CogVideoXTransformer3DModel.from_pretrained(
                 self.model.name, subfolder="transformer", torch_dtype=getattr(torch, self.request.dtype)
             )
             weights, metadata = kind.lora_state_dict(

@@ -13,6 +13,7 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -302,7 +303,7 @@ def _whole_contracts(
     return contracts
 
 
-def _programs(vae: object) -> list[Contract]:
+def _programs(vae: Any) -> list[Contract]:
     """Return the contracts on the number of programs that a ported VAE has compiled."""
     return [
         Contract(f"{direction}: programs compiled", vae.program(direction).compilations, MOST_PROGRAMS)
