@@ -256,7 +256,7 @@ def module_of(function: Any) -> str:
         function = function.func if isinstance(function, functools.partial) else function.__func__
     if not isinstance(function, FunctionType):  # an object of a class with `__call__`, or a builtin
         return type(function).__module__
-    return function.__globals__["__name__"]
+    return function.__globals__.get("__name__", "")  # none for what `exec` has made
 
 
 def global_hooks() -> list[Any]:
