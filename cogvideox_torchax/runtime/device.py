@@ -302,12 +302,18 @@ def _run_operator(self: Any, func: Any, args: Any, options: Any, written: list[A
         return _on_host(func, args, options, written)
     try:
         result = run(args, dict(options))  # which takes options out as it reads them
-        if isinstance(result, torch.Tensor) and str(func._schema.returns[0].type) == "bool":
+        returned = _returned(func)
+        if returned == ["bool"]:
             return bool(result)  # of `allclose`, whose result torchax leaves on the device
+        if len(returned) > 1 and len(result) != len(returned):  # torchax gives two of the four of `slogdet`
+            raise import_torchax().tensor.OperatorNotFound(f"{name} with {len(returned)} results")
         # Some functions of torchax's return what they should have written.
         is_lost = len(written) == 1 and isinstance(result, torch.Tensor) and result is not written[0]
         return written[0].copy_(result) if is_lost else result
-    except import_torchax().tensor.OperatorNotFound:
+    except (import_torchax().tensor.OperatorNotFound, TypeError) as error:
+        form = self._ops.get(func) or self._ops.get(packet)
+        if isinstance(error, TypeError) and (form is None or options.keys() <= _names_of(form.func)):
+            raise  # torchax's form takes these options, so the error is the user's
         # torchax lacks some operators that write into their input, such as `logical_and_`.
         functional = getattr(torch.ops.aten, name.removesuffix("_"), packet)
         with upstream.dispatching(self._dispatch_mode):
@@ -504,6 +510,11 @@ def _all_on_devices(args: Any, options: Any, tensors: list[Any]) -> Any:
 @functools.cache
 def _names_of(implementation: Any) -> frozenset[str]:
     return frozenset(inspect.signature(implementation).parameters)
+
+
+@functools.cache
+def _returned(operator: Any) -> list[str]:
+    return [str(each.type) for each in operator._schema.returns]
 
 
 def _tensors_in(args: Any, options: Any) -> list[Any]:
