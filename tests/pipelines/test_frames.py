@@ -39,10 +39,10 @@ def test_pictures_leave_the_device_as_bytes_in_chunks_and_are_those_of_the_frame
     monkeypatch.setattr(
         FrameProcessor,
         "postprocess_video",
-        lambda *args, **rest: seen.append(args[1]) or convert(*args, **rest),
+        lambda *args, **rest: seen.append(rest["video"]) or convert(*args, **rest),
     )
     made = [
-        pipe(**small_pipelines.inputs(kind, num_inference_steps=1, output_type=output_type)).frames
+        pipe(**small_pipelines.inputs(kind, num_inference_steps=2, output_type=output_type)).frames
         for output_type in ("pil", "pt")
     ]
     in_bytes, in_floats = seen
