@@ -320,7 +320,7 @@ def _run_operator(self: Any, func: Any, args: Any, options: Any, written: list[A
             result = func.decompose(*args, **options)  # in an operator's own parts, PyTorch leaves one whole
             if result is not NotImplemented:
                 return result
-            if functional is not packet and written:
+            if functional is not packet and len(written) == 1:
                 return written[0].copy_(functional(*args, **options))
         if _in_program():
             raise

@@ -119,7 +119,7 @@ ALPHAS = {
 def few_step_lora(form, path):
     """Save a LoRA of several ranks on all projections of the blocks, with the keys of one of the `FORMS`."""
     generator, layers = torch.Generator().manual_seed(5), {}
-    for name, module in small_pipelines.transformer("5b").named_modules():
+    for name, module in small_pipelines.transformer("5b", num_layers=1).named_modules():
         rank = next((rank for ending, rank in RANKS.items() if name.endswith(ending)), None)
         if rank is not None:
             for part, size in (("A", (rank, module.in_features)), ("B", (module.out_features, rank))):
