@@ -5,6 +5,7 @@ What is replaced for them is in `SMALL`: names of published models by directorie
 """
 
 import ast
+import copy
 import functools
 import importlib
 import json
@@ -189,7 +190,7 @@ def test_curl_lines_are_answered(small_vae, tmp_path):
         assert "error" in json.loads(state(ID=made))
     z = reference.latents(3, height=2, width=3)
     latent_files.save(Latents(z, dict(small_vae.config), "small", Fraction(8), 9), "clip.safetensors")
-    with served(stream_to_browser.make_app(port(small_vae), queue=1, largest=100_000)) as site:
+    with served(stream_to_browser.make_app(port(copy.deepcopy(small_vae)), queue=1, largest=100_000)) as site:
         upload, watch = (functools.partial(curl, line, site) for line in latents.commands)
         watch(NAME=upload().strip().rpartition("/")[2])
     assert Path("clip.mjpeg").read_bytes().count(b"Content-Type: image/jpeg") == 9
