@@ -306,7 +306,7 @@ def test_ported_modules_know_two_functions_of_a_bridge(module):
     taken = {name for node in found for source, name in imported(node, modules) if "runtime" in source}
     of_tensors = SEAM | {"runs_kernel", "replaced_method"}  # of runtime/trees, which asks the seam
     # `pipelines.layers` moves a table to JAX: `runtime.to_jax`.
-    others = {"on_accelerator", *(("runtime", "") if module == "pipelines.layers" else ())}
+    others = {"runtime", ""} if module == "pipelines.layers" else {"on_accelerator"}
     assert taken | others >= SEAM
     assert taken <= of_tensors | others
 

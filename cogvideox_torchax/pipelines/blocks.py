@@ -28,17 +28,19 @@ from typing import Any, cast
 import torch
 from diffusers.models.activations import GELU as DiffusersGELU
 from diffusers.models.attention import FeedForward
-from diffusers.models.attention_processor import (
-    Attention,
-    CogVideoXAttnProcessor2_0,
-    FusedCogVideoXAttnProcessor2_0,
-)
+from diffusers.models.attention_processor import Attention
 from diffusers.models.normalization import CogVideoXLayerNormZero
 from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBlock
 from torch import nn
 
 import jax_kernels
-from cogvideox_torchax.pipelines.layers import LayerNorm, Linear, check_positions
+from cogvideox_torchax.pipelines.layers import (
+    AttnProcessor,
+    FusedAttnProcessor,
+    LayerNorm,
+    Linear,
+    check_positions,
+)
 from cogvideox_torchax.pipelines.sequence import Sequence
 from cogvideox_torchax.runtime import array_of, tensor_of, torch_view
 from cogvideox_torchax.runtime.trees import runs_kernel
@@ -69,7 +71,7 @@ class Block(CogVideoXBlock):
 
     parts: Mapping[str, tuple[type, ...]] = {
         "attn1": (Attention,),
-        "attn1.processor": (CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0),
+        "attn1.processor": (AttnProcessor, FusedAttnProcessor),
         "attn1.norm_q": (LayerNorm,),
         "attn1.norm_k": (LayerNorm,),
         "norm1": (CogVideoXLayerNormZero,),
@@ -271,7 +273,7 @@ def projections(attn: Any, normed_SC: torch.Tensor, sequence: Sequence) -> Itera
         return y_SC.unflatten(-1, (sequence.parts, -1)).transpose(0, 1)
 
     # The processor tells whether the projections are fused: `attn` keeps `to_qkv` after diffusers unfuses.
-    if type(attn.processor) is FusedCogVideoXAttnProcessor2_0:
+    if type(attn.processor) is FusedAttnProcessor:
         yield from map(split_channels, attn.to_qkv(normed_SC).chunk(3, dim=-1))
         return
     split_linear = torch_view(functools.partial(jax_kernels.split_linear, parts=sequence.parts))

@@ -13,13 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0
 from diffusers.models.embeddings import CogVideoXPatchEmbed
 from torch import nn
 
 import jax_kernels
 from cogvideox_torchax import runtime, upstream
-from cogvideox_torchax.runtime import torch_view
-from cogvideox_torchax.runtime.trees import runs_kernel
+from cogvideox_torchax.runtime import on_accelerator, torch_view
+from cogvideox_torchax.runtime.trees import replaced_method, runs_kernel
 
 
 class _InEightBits(torch.autograd.Function):
@@ -156,6 +157,62 @@ def check_positions(table: torch.Tensor, patches: int) -> None:
             f"got rotary tables of {table.shape[0]} positions for {patches} patches: make them for the "
             "frames, height and width of these latents"
         )
+
+
+class JointAttention:
+    """Mixin for diffusers' attention processors: attention over text and patches by `jax_kernels.attention`.
+
+    On torchax tensors the inherited code would give wrong results: it writes rotated queries into a view of a
+    view, and torchax loses this write.
+    """
+
+    @property
+    def __call__(self) -> Any:
+        """`_attend`, or the inherited method, with its own parameters, if somebody has replaced one."""
+        inherited: Any = super()
+        return self._attend if replaced_method(type(self)) is None else inherited.__call__
+
+    def _attend(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: Any = None,
+    ) -> Any:
+        """Return attention's results (patches, text), computed on one sequence of text and patches.
+
+        The inherited code runs for plain tensors, and for cross-attention and masks, which the kernel lacks.
+        """
+        if not on_accelerator(hidden_states) or attention_mask is not None or attn.is_cross_attention:
+            return super().__call__(  # pyright: ignore[reportAttributeAccessIssue]
+                attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
+            )
+        x_NSC = torch.cat([encoder_hidden_states, hidden_states], dim=1)
+        if isinstance(self, FusedCogVideoXAttnProcessor2_0):  # one layer computes the three projections
+            projected = attn.to_qkv(x_NSC).chunk(3, dim=-1)
+        else:
+            projected = (layer(x_NSC) for layer in (attn.to_q, attn.to_k, attn.to_v))
+        q, k, v = (x.unflatten(-1, (attn.heads, -1)) for x in projected)  # (N, S, H, D) each
+        q = q if attn.norm_q is None else attn.norm_q(q)
+        k = k if attn.norm_k is None else attn.norm_k(k)
+        if image_rotary_emb is not None:
+            # The tables are shorter than the sequence: the kernel rotates its last positions, the patches.
+            check_positions(image_rotary_emb[0], hidden_states.shape[1])
+            q, k = (torch_view(jax_kernels.apply_rotary)(x, *image_rotary_emb) for x in (q, k))
+        y_NSHD = torch_view(jax_kernels.attention)(q, k, v)
+        project, dropout = attn.to_out
+        y_NSC = dropout(project(y_NSHD.flatten(2)))
+        text_length = encoder_hidden_states.shape[1]
+        return y_NSC[:, text_length:], y_NSC[:, :text_length]
+
+
+class AttnProcessor(JointAttention, CogVideoXAttnProcessor2_0):
+    """CogVideoX's attention, for three separate projections."""
+
+
+class FusedAttnProcessor(JointAttention, FusedCogVideoXAttnProcessor2_0):
+    """CogVideoX's attention, for projections that `fuse_qkv_projections` has made one."""
 
 
 class PatchEmbed(CogVideoXPatchEmbed):

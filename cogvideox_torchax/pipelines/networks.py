@@ -14,7 +14,11 @@ from typing import Any
 import torch
 from diffusers.models.activations import GELU as DiffusersGELU
 from diffusers.models.attention import FeedForward
-from diffusers.models.attention_processor import Attention
+from diffusers.models.attention_processor import (
+    Attention,
+    CogVideoXAttnProcessor2_0,
+    FusedCogVideoXAttnProcessor2_0,
+)
 from diffusers.models.embeddings import CogVideoXPatchEmbed
 from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBlock
 from jax.sharding import Mesh
@@ -26,7 +30,13 @@ from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.files.models import saved_from_host
 from cogvideox_torchax.pipelines import loras, sharding
 from cogvideox_torchax.pipelines.blocks import GELU, Block
-from cogvideox_torchax.pipelines.layers import LayerNorm, Linear, PatchEmbed
+from cogvideox_torchax.pipelines.layers import (
+    AttnProcessor,
+    FusedAttnProcessor,
+    LayerNorm,
+    Linear,
+    PatchEmbed,
+)
 from cogvideox_torchax.pipelines.sequence import SequencePlacement
 from cogvideox_torchax.runtime.gradients import comes_from_input
 from cogvideox_torchax.runtime.models import PortedModel
@@ -44,14 +54,23 @@ LAYERS: dict[type[nn.Module], type[nn.Module]] = {
 }
 """The class that each layer of a network becomes."""
 
+PROCESSORS: dict[Any, Any] = {
+    CogVideoXAttnProcessor2_0: AttnProcessor,
+    FusedCogVideoXAttnProcessor2_0: FusedAttnProcessor,
+}
+"""The class that each attention processor becomes."""
+
 SPLIT_LAYERS = (PatchEmbed, Block, Attention, FeedForward, T5LayerSelfAttention, T5LayerFF)
 """The layers whose inputs and outputs are sequences, which a mesh may split."""
 
 
 def port_layers(network: nn.Module) -> None:
-    """Give the layers of a network their ported classes, in place."""
+    """Give the layers of a network, and their attention processors, their ported classes, in place."""
     for module in network.modules():
         module.__class__ = LAYERS.get(type(module), type(module))
+        processor = getattr(module, "processor", None)
+        if type(processor) in PROCESSORS:
+            processor.__class__ = PROCESSORS[type(processor)]
 
 
 class _SetForwards(threading.local):

@@ -10,6 +10,7 @@ from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0
 from benchmarks.plan import hlo
 from benchmarks.plan.networks import step_tensors
 from cogvideox_torchax import make_mesh, runtime
+from cogvideox_torchax.pipelines.layers import AttnProcessor
 from cogvideox_torchax.pipelines.port import port_network
 from cogvideox_torchax.pipelines.sharding import CONTEXT, TENSOR, choose_parallelism
 from cogvideox_torchax.pipelines.transformer import TransformerStep
@@ -206,10 +207,14 @@ def test_a_processor_that_writes_to_itself_has_what_it_writes_in_pytorch():
     assert relative_error(*reversed(seen)) < TOLERANCE
 
 
-def test_rotary_tables_of_another_size_are_refused():
+@pytest.mark.parametrize(("joined", "positions"), [(True, -2), (False, 2)])
+def test_rotary_tables_of_another_size_are_refused(joined, positions):
     model, patches = ported(), FRAMES * HEIGHT * WIDTH // 4
-    table = runtime.to_jax(torch.ones(patches - 2, 16))
-    with pytest.raises(ValueError, match=f"tables of {patches - 2} positions for {patches} patches"):
+    if not joined:
+        model.set_attn_processor(AttnProcessor())
+        model.transformer_blocks[0].register_forward_hook(lambda *_: None)
+    table = runtime.to_jax(torch.ones(patches + positions, 16))
+    with pytest.raises(ValueError, match=f"tables of {patches + positions} positions for {patches} patches"):
         step(model, image_rotary_emb=(table, table))
 
 

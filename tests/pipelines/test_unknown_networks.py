@@ -525,11 +525,12 @@ def test_a_pipeline_of_others_equals_pytorch(mesh, caplog):
         assert {len(runtime.array_of(w).devices()) for w in part.parameters()} == {8 if mesh else 1}
 
 
-def test_layers_of_a_network_get_their_kernels():
+def test_layers_of_a_network_get_their_kernels_and_attention_never_has_all_scores():
     model = consisid().transformer
     known.port_network(model)
     kinds = {type(module) for module in model.modules()}
     assert {layers.Linear, layers.LayerNorm, layers.PatchEmbed} <= kinds
+    assert {type(block.attn1.processor) for block in model.transformer_blocks} == {layers.AttnProcessor}
     assert not {nn.Linear, nn.LayerNorm} & kinds
 
 
