@@ -143,7 +143,7 @@ def test_a_module_that_a_release_takes_away_is_named_with_the_release_that_has_i
 
 
 OVERRIDDEN = {
-    AutoencoderKLCogVideoX: ("_encode", "_decode", "enable_tiling"),
+    AutoencoderKLCogVideoX: ("_encode", "_decode", "tiled_encode", "tiled_decode", "enable_tiling"),
     PatchEmbed: ("forward",),
     PortedPipeline: (
         "to",

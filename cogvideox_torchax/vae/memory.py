@@ -114,6 +114,12 @@ def fitting_tile(
     return tile_height, tile_width
 
 
+def own_tile(vae: Any) -> tuple[int, int]:
+    """Return the height and width, in pixels, of the tiles that a model's attributes ask for."""
+    scale = vae.spatial_compression_ratio
+    return vae.tile_latent_min_height * scale, vae.tile_latent_min_width * scale
+
+
 def tile_of(vae: Any, direction: Direction, height: int, width: int, frames: int) -> tuple[int, int] | None:
     """Return the height and width, in pixels, of a model's tiles; None if its tiling is off.
 
@@ -124,8 +130,7 @@ def tile_of(vae: Any, direction: Direction, height: int, width: int, frames: int
     if not vae.use_tiling:
         return None
     if vae.tile_choices is None:
-        scale = vae.spatial_compression_ratio
-        return vae.tile_latent_min_height * scale, vae.tile_latent_min_width * scale
+        return own_tile(vae)
     key = direction, height, width, frames
     if key not in vae.tile_choices:
         free = runtime.free_memory(vae.mesh)

@@ -227,17 +227,34 @@ class ChunkedVAE(PortedModel, DiffusersAutoencoder):
         frames = self._run(DECODE, z)
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 
-    def _run(self, direction: Direction, x: torch.Tensor) -> torch.Tensor:
+    @_checked(ENCODE)
+    def tiled_encode(self, x: torch.Tensor) -> torch.Tensor:
+        """Encode in tiles, even if tiling is off; return the posterior's means and log-variances."""
+        return self._run(ENCODE, x, in_tiles=True)
+
+    @_checked(DECODE)
+    def tiled_decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
+        """Decode in tiles, even if tiling is off."""
+        frames = self._run(DECODE, z, in_tiles=True)
+        return DecoderOutput(sample=frames) if return_dict else (frames,)
+
+    def _run(self, direction: Direction, x: torch.Tensor, *, in_tiles: bool = False) -> torch.Tensor:
         """Return the joined results of all chunks; for a plain tensor they are one, on the host."""
-        plan = self._tile_plan(direction, x.shape[2:])
+        plan = self._tile_plan(direction, x.shape[2:], in_tiles=in_tiles)
         return joined(self.results(direction, frames_of_chunks(self, direction, x), plan), x)
 
-    def _tile_plan(self, direction: Direction, size: Sequence[int]) -> tiling.TilePlan | None:
-        """Return the tiles of an input of `size` (T, H, W); None if tiling is off, or one tile is enough."""
+    def _tile_plan(
+        self, direction: Direction, size: Sequence[int], *, in_tiles: bool = False
+    ) -> tiling.TilePlan | None:
+        """Return the tiles of an input of `size` (T, H, W); None if tiling is off, or one tile is enough.
+
+        With `in_tiles` tiling counts as on.
+        """
         frames, rows, columns = size
         scale = self.spatial_compression_ratio
         pixels = scale // direction.scale(scale)  # of a video for each row of the input
         tile = memory.tile_of(self, direction, rows * pixels, columns * pixels, frames)
+        tile = tile or (memory.own_tile(self) if in_tiles else None)
         if tile is None:
             return None
         settings = tiling.TileSettings(

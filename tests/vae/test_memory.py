@@ -99,6 +99,22 @@ def vae(shallow_vae):
 
 
 @pytest.mark.parametrize("build", ["torchax", "flax"])
+def test_the_methods_of_tiles_run_in_tiles_though_tiling_is_off(build, shallow_vae):
+    vae = reference.built(build, shallow_vae)
+    z, x = (
+        reference.beside(vae, each) for each in (reference.latents(1, height=8, width=12), reference.video(1))
+    )
+    vae.enable_tiling(8, 8)
+    wanted = reference.run_decode(vae, z), reference.run_encode(vae, x)
+    vae.disable_tiling()
+    with torch.no_grad():
+        got = vae.tiled_decode(z).sample, vae.tiled_encode(x)
+    for ours, in_tiles in zip(got, wanted, strict=True):
+        assert torch.equal(runtime.to_torch(ours), in_tiles)
+    assert not torch.equal(reference.run_decode(vae, z), wanted[0])
+
+
+@pytest.mark.parametrize("build", ["torchax", "flax"])
 def test_auto_chooses_tiles_by_the_free_memory_when_a_size_is_first_run(build, shallow_vae, monkeypatch):
     vae, z = reference.built(build, shallow_vae), reference.latents(1, height=8, width=12)
     whole = reference.run_decode(vae, z)

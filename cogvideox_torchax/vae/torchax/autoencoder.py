@@ -139,7 +139,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE):
         # On JAX a step takes and returns arrays; elsewhere it takes and returns tensors.
         return run(step, map(runtime.as_array, chunks) if on_jax else chunks)
 
-    def _run(self, direction: Direction, x: torch.Tensor) -> torch.Tensor:
+    def _run(self, direction: Direction, x: torch.Tensor, *, in_tiles: bool = False) -> torch.Tensor:
         """Return the joined results of all chunks, with gradients if torch records them.
 
         In training mode the forward pass keeps what the backward pass needs. In evaluation mode it keeps only
@@ -147,7 +147,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE):
         never call `backward()`. Under TorchTPU, and in tiles, a backward pass raises an error.
         """
         network = chunk_network(self, direction)
-        plan = self._tile_plan(direction, x.shape[2:])
+        plan = self._tile_plan(direction, x.shape[2:], in_tiles=in_tiles)
         on_torchtpu = runtime.is_on_torchtpu(self)
 
         def forward_pass() -> torch.Tensor:
