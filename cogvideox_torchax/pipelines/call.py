@@ -13,6 +13,7 @@ call's arguments as a tuple and a dictionary:
   returns pictures.
 """
 
+import contextvars
 import functools
 import hashlib
 import inspect
@@ -50,6 +51,9 @@ PIPELINES = (
     CogVideoXFunControlPipeline,
 )
 
+_PICTURES_OF: contextvars.ContextVar[Any] = contextvars.ContextVar("pictures of", default=None)
+"""The pipeline whose running call, in this thread, returns pictures, so that decoded frames are bytes."""
+
 _ENCODING = threading.RLock()
 """Held while a prompt is encoded, in all pipelines.
 
@@ -75,7 +79,7 @@ def _decode_in_chunks(pipe: Any, latents: torch.Tensor) -> torch.Tensor:
     if not _decodes_by_programs(pipe.vae):
         with pipe.vae.in_use():  # the other `decode` may call modules of the VAE by themselves
             return runtime.to_torch(pipe.vae.decode(z).sample)
-    if pipe.returns_pictures and is_last and runtime.is_on_jax(pipe.vae):
+    if _PICTURES_OF.get() is pipe and is_last and runtime.is_on_jax(pipe.vae):
         chunks = pipe.vae._stream(DECODE, z, None, finish=frames.to_bytes)
     else:
         chunks = pipe.vae.decode_stream(z)
@@ -135,17 +139,18 @@ def _call(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> A
     # A call that starts from a video has that video's size: its decoder is compiled when it is first needed.
     if inherited in _CALLS_WITH_SIZE and isinstance(pipe.vae, AutoencoderKLCogVideoX):
         _compile_decoder_ahead(pipe, arguments)
-    pipe.returns_pictures = (
+    returns_pictures = (
         inherited in _CALLS
         and arguments["output_type"] == "pil"
         and type(pipe.video_processor) is frames.FrameProcessor
         and pipe.video_processor.config["do_normalize"]
     )
+    token = _PICTURES_OF.set(pipe if returns_pictures else None)
     try:
         with runtime.CudaIsJAX():
             return steps.run_checked(inherited, pipe, args, kwargs)
     finally:
-        pipe.returns_pictures = False
+        _PICTURES_OF.reset(token)
 
 
 def _check_same_in_all_processes(pipe: Any, arguments: dict[str, Any]) -> None:

@@ -260,9 +260,6 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
     A copy runs on JAX too. An unpickled pipeline is in PyTorch, as its models are, until it is ported again.
     """
 
-    returns_pictures = False
-    """Whether a call runs that returns pictures, so that decoded frames are bytes."""
-
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Move as diffusers' `to` does; "cuda" and "jax" mean JAX, on the device or the mesh of `port`."""
         device, dtype = runtime.device_and_dtype(args, kwargs)

@@ -1,5 +1,8 @@
 """Frames of a ported pipeline are diffusers' own, to the last bit; pictures leave the device as bytes."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -54,3 +57,31 @@ def test_pictures_leave_the_device_as_bytes_in_chunks_and_are_those_of_the_frame
     latents = torch.zeros(1, 2, 16, 4, 8, dtype=dtype).to("jax")
     assert pipe.decode_latents(latents).dtype == dtype
     assert not any(map(runtime.on_jax, seen))
+
+
+def test_a_call_for_pictures_in_another_thread_makes_no_bytes_of_these_frames():
+    pipe = port(small_pipelines.one_layer("text"))
+    begun, done, pool, pictures = threading.Event(), threading.Event(), ThreadPoolExecutor(1), []
+
+    def run(output_type, callback):
+        given = small_pipelines.inputs("text", num_inference_steps=2, output_type=output_type)
+        return pipe(**given, callback_on_step_end=callback).frames
+
+    def wait(_pipe, _step, _timestep, tensors):
+        begun.set()
+        done.wait(60)
+        return tensors
+
+    def call_for_pictures(_pipe, step, _timestep, tensors):
+        if step == 1:
+            pictures.append(pool.submit(run, "pil", wait))
+            assert begun.wait(60)
+        return tensors
+
+    with pool:
+        try:
+            floats = run("pt", call_for_pictures)
+        finally:
+            done.set()
+        assert isinstance(floats, torch.Tensor)
+        assert bits(pictures[0].result())[1] == "RGB"
