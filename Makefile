@@ -26,7 +26,7 @@ demo: $(VENV)/demo.done
 	$(BIN)/cogvideox-torchax demo $(if $(PROMPT),--prompt "$(PROMPT)")
 
 test: $(VENV)/test.done
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not product"
 
 test-all: $(VENV)/test.done
 	$(BIN)/python -m pytest -m "not product"
