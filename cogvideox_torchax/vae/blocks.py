@@ -81,7 +81,7 @@ def causal_conv(
     kernel, bias = _kernel_and_bias(part(params, "conv"), x_NTHWC)
     # Unlike diffusers' `pad_mode` of this name, `start` repeats no rows and columns: beyond the frame are
     # zeros.
-    return jax_kernels.conv3d(x_NTHWC, kernel, bias, cache, start="replicate", split=split)
+    return jax_kernels.conv3d(x_NTHWC, kernel, bias, cache, split=split)
 
 
 def spatial_norm(

@@ -81,11 +81,6 @@ def attention_transposed(
 
     The options and errors are those of `attention`.
     """
-    if not q.ndim == k.ndim == v.ndim == 4:
-        raise ValueError(
-            f"attention_transposed got q {q.shape}, k {k.shape}, v {v.shape}: it takes (N, H, D, S), "
-            f"(N, H, D, K) twice"
-        )
     # On a TPU `attention` transposes the arrays back for its kernel, and XLA drops all transpositions.
     return attention(
         *(x.transpose(0, 3, 1, 2) for x in (q, k, v)),
@@ -194,8 +189,7 @@ def _over_mesh(
     for axis in other_axes:
         # The number of parts of the heads if this axis splits them, after the axes that do already.
         head_parts = math.prod(mesh.shape[name] for name in (*head_axes, axis))
-        axes_of_dimension = head_axes if heads % head_parts == 0 else query_axes
-        axes_of_dimension.append(axis)
+        (head_axes if heads % head_parts == 0 else query_axes).append(axis)
     query_spec = PartitionSpec(video_axis, tuple(query_axes) or None, tuple(head_axes) or None, None)
     key_spec = PartitionSpec(video_axis, None, tuple(head_axes) or None, None)
     # Number of queries that are added for equal shares; their results are cut off.

@@ -82,16 +82,9 @@ def qk_norm_rope_on(
     plain, by_kernel = (
         functools.partial(function, heads=heads, scale=scale, eps=eps) for function in (_xla_form, _by_kernel)
     )
-    form = kernel_or_plain(target, by_kernel, plain, is_supported=is_supported(x, heads))
-    return form(x, norm, tables)
-
-
-def is_supported(x: Float[Array, "N S C"], heads: int) -> bool:
-    """Return whether the kernel supports this projection.
-
-    It needs float32 or bfloat16, and heads of a multiple of 8 channels, which are the rows of the result.
-    """
-    return x.dtype in DTYPES and x.shape[-1] // heads % 8 == 0
+    # The kernel needs float32 or bfloat16, and heads of a multiple of 8 channels, the rows of its result.
+    is_supported = x.dtype in DTYPES and x.shape[-1] // heads % 8 == 0
+    return kernel_or_plain(target, by_kernel, plain, is_supported=is_supported)(x, norm, tables)
 
 
 def _check_arguments(x: Array, weight: Any, bias: Any, cos: Any, sin: Any, heads: int) -> None:
@@ -126,8 +119,7 @@ def _xla_form(
     y = x.astype(jnp.float32).reshape(*x.shape[:2], heads, -1)  # N S H D
     if norm:
         weight, bias = norm
-        y = standardized(y, eps)
-        y = y * weight.astype(jnp.float32) + bias.astype(jnp.float32)
+        y = standardized(y, eps) * weight.astype(jnp.float32) + bias.astype(jnp.float32)
     if tables:
         cos, signed_sin = (table[:, None] for table in tables)  # (S, 1, D): the same for all heads
         partners = jnp.flip(y.reshape(*y.shape[:-1], -1, 2), -1)  # (a, b) of each pair becomes (b, a)
@@ -152,17 +144,14 @@ def _by_kernel(
     channels = width // heads
     # Positions of a block: as many as `BLOCK_BYTES` hold, in whole tiles of lanes (at least one tile), up to
     # `POSITIONS`.
-    fitting = BLOCK_BYTES // (width * x.dtype.itemsize)
-    block = min(POSITIONS, max(LANES, fitting // LANES * LANES))
-    norm_spec = pl.BlockSpec((channels, 1), lambda n, i: (0, 0))
-    table_spec = pl.BlockSpec((channels, block), lambda n, i: (0, i))
+    block = min(POSITIONS, max(LANES, BLOCK_BYTES // (width * x.dtype.itemsize) // LANES * LANES))
     return pl.pallas_call(
         functools.partial(_process_block, normed=bool(norm), scale=scale, eps=eps),
         grid=(videos, pl.cdiv(positions, block)),  # a step (n, i) computes block i of video n
         in_specs=[
             pl.BlockSpec((None, block, width), lambda n, i: (n, i, 0)),
-            *[norm_spec] * len(norm),
-            *[table_spec] * len(tables),
+            *[pl.BlockSpec((channels, 1), lambda n, i: (0, 0))] * len(norm),
+            *[pl.BlockSpec((channels, block), lambda n, i: (0, i))] * len(tables),
         ],
         out_specs=pl.BlockSpec((None, heads, channels, block), lambda n, i: (n, 0, 0, i)),
         out_shape=jax.ShapeDtypeStruct((videos, heads, channels, positions), x.dtype),
@@ -181,18 +170,16 @@ def _process_block(x_ref, *other_refs: Any, normed: bool, scale: float, eps: flo
     """
     *operand_refs, y_ref = other_refs
     heads, channels, _ = y_ref.shape
-    num_vectors = 2 if normed else 0  # weight and bias
-    norm_refs, table_refs = operand_refs[:num_vectors], operand_refs[num_vectors:]
+    tables_at = 2 if normed else 0  # after weight and bias
 
     def process_heads(first_head: Any, count: int) -> None:
         lanes = pl.ds(pl.multiple_of(first_head * channels, LANES), count * channels)
         y = x_ref[:, lanes].astype(jnp.float32).T.reshape(count, channels, -1)  # heads, channels, positions
-        if norm_refs:
-            weight_ref, bias_ref = norm_refs
-            y = standardized(y, eps, axis=1)
-            y = y * weight_ref[...] + bias_ref[...]
-        if table_refs:
-            cos_ref, signed_sin_ref = table_refs
+        if normed:
+            weight_ref, bias_ref = operand_refs[:tables_at]
+            y = standardized(y, eps, axis=1) * weight_ref[...] + bias_ref[...]
+        if operand_refs[tables_at:]:
+            cos_ref, signed_sin_ref = operand_refs[tables_at:]
             y = y * cos_ref[...] + _partners(y) * signed_sin_ref[...]
         y_ref[pl.ds(first_head, count)] = (y * scale).astype(y_ref.dtype)
 
@@ -211,10 +198,9 @@ def _process_block(x_ref, *other_refs: Any, normed: bool, scale: float, eps: flo
 
 def _partners(y_HDS: Array) -> Array:
     """Return `y` with the two channels of each pair swapped; call it inside the kernel."""
-    y = y_HDS.reshape(-1, y_HDS.shape[-1])
-    channels = y.shape[0]  # of all heads in `y`
-    is_first_of_pair = jax.lax.broadcasted_iota(jnp.int32, (channels, 1), 0) % 2 == 0
-    # `roll` takes no negative shift, but it goes around: a shift by `channels - 1` is one by -1, which brings
-    # the next channel.
-    next_channel, channel_before = pltpu.roll(y, channels - 1, 0), pltpu.roll(y, 1, 0)
+    y = y_HDS.reshape(-1, y_HDS.shape[-1])  # the channels of all heads, positions
+    is_first_of_pair = jax.lax.broadcasted_iota(jnp.int32, (len(y), 1), 0) % 2 == 0
+    # `roll` takes no negative shift, but it goes around: a shift by all channels but one is one by -1, which
+    # brings the next channel.
+    next_channel, channel_before = pltpu.roll(y, len(y) - 1, 0), pltpu.roll(y, 1, 0)
     return jnp.where(is_first_of_pair, next_channel, channel_before).reshape(y_HDS.shape)

@@ -66,9 +66,12 @@ def is_supported(
     It needs float32 or bfloat16, heads of at most 256 channels, and keys and values that fit into VMEM. On a
     v6e, 130,000 keys of 64 channels in bfloat16 fit.
     """
-    # Four arrays: the keys and the values of this head and of the next.
-    fits = 4 * k.shape[1] * k.shape[3] * k.dtype.itemsize < KEYS_SHARE * vmem_limit()
-    return q.dtype in DTYPES and q.shape[-1] <= CHANNELS and fits
+    return (
+        q.dtype in DTYPES
+        and q.shape[-1] <= CHANNELS
+        # Four arrays: the keys and the values of this head and of the next.
+        and 4 * k.shape[1] * k.shape[3] * k.dtype.itemsize < KEYS_SHARE * vmem_limit()
+    )
 
 
 def transposed(
@@ -98,11 +101,12 @@ def transposed(
         q_BDS, scale = jnp.zeros_like(q_BDS), 1.0
     # Of the choices QUERIES and KEYS, those blocks are taken that pad the sequences least.
     query_block, key_block = _block_length(queries, QUERIES), _block_length(num_keys, KEYS)
-    # The keys that a grid step has: the real ones, and padding up to whole blocks. Where the block reaches
-    # beyond the array `k_BDK`, the padding may hold anything.
-    all_keys = pl.cdiv(num_keys, key_block) * key_block
     query_spec = pl.BlockSpec((None, padded_channels, query_block), lambda head, block: (head, 0, block))
-    key_spec = pl.BlockSpec((None, padded_channels, all_keys), lambda head, block: (head, 0, 0))
+    # A grid step has the real keys, and padding up to whole blocks. Where the block reaches beyond the array
+    # `k_BDK`, the padding may hold anything.
+    key_spec = pl.BlockSpec(
+        (None, padded_channels, pl.cdiv(num_keys, key_block) * key_block), lambda head, block: (head, 0, 0)
+    )
     y_BDS = pl.pallas_call(
         functools.partial(
             _attend_block,
@@ -232,18 +236,18 @@ def _attend_block(
     y_ref[...] = (value_sum / weight_sum).astype(y_ref.dtype)
     # Whether the result of a query can be trusted. Padding queries, after the last real one, may hold
     # anything: their sums are not checked.
-    first_query = pl.program_id(1) * query_block
-    is_query = first_query + jax.lax.broadcasted_iota(jnp.int32, weight_sum.shape, 1) < num_queries
+    is_query = (
+        pl.program_id(1) * query_block + jax.lax.broadcasted_iota(jnp.int32, weight_sum.shape, 1)
+        < num_queries
+    )
     # All comparisons with NaN are false, so a sum of NaN is not trusted either.
     is_weight_trusted = (weight_sum > 1 / LARGEST_SUM) & (weight_sum < LARGEST_SUM)
     is_correct = is_weight_trusted & (jnp.abs(value_sum) < jnp.inf) | ~is_query
 
-    attend_again = functools.partial(
-        _attend_again, q_ref, k_ref, v_ref, y_ref, value_sums_ref, weight_sums_ref, num_keys, factor
-    )
     # In the minimum a wrong result is a 0, a correct one a 1.
-    any_is_wrong = jnp.min(is_correct.astype(jnp.float32)) == 0
-    pl.when(any_is_wrong)(attend_again)
+    @pl.when(jnp.min(is_correct.astype(jnp.float32)) == 0)
+    def _() -> None:
+        _attend_again(q_ref, k_ref, v_ref, y_ref, value_sums_ref, weight_sums_ref, num_keys, factor)
 
 
 def _attend_again(q_ref, k_ref, v_ref, y_ref, value_sums_ref, weight_sums_ref, num_keys, factor) -> None:

@@ -28,8 +28,8 @@ def plain(
     padded = jnp.pad(q, ((0, 0), (0, blocks * QUERY_BLOCK - length), (0, 0), (0, 0)))
     # `map` goes over the first axis: the blocks.
     stacked = jnp.moveaxis(padded.reshape(q.shape[0], blocks, QUERY_BLOCK, *q.shape[2:]), 1, 0)
-    y = jax.lax.map(lambda block: _plain_block(block, k, v, scale), stacked)
-    return jnp.moveaxis(y, 0, 1).reshape(padded.shape)[:, :length]
+    y = jnp.moveaxis(jax.lax.map(lambda block: _plain_block(block, k, v, scale), stacked), 0, 1)
+    return y.reshape(padded.shape)[:, :length]
 
 
 def _plain_block(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
@@ -51,8 +51,9 @@ def cudnn_supports(q: jax.Array) -> bool:
     queries the GPU, except for a mesh of a simulated one, whose name ends with "compute capability 9.0".
     """
     channels = q.shape[-1]
-    planned = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)  # older JAX has none
-    _, is_planned, capability = str(planned).partition("compute capability ")
+    # Older JAX has no `abstract_device`.
+    planned = str(getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None))
+    _, is_planned, capability = planned.partition("compute capability ")
     on_gpu = is_planned or jax.default_backend() == "gpu"
     if not on_gpu or q.dtype not in (jnp.float16, jnp.bfloat16) or channels % 8:
         return False
@@ -74,7 +75,6 @@ def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, num_keys: i
     )
     # (N,): the number of real keys in each video; None if no key was added above.
     real_keys = None if k.shape[1] == num_keys else jnp.full(k.shape[:1], num_keys, jnp.int32)
-    y = jax.nn.dot_product_attention(
+    return jax.nn.dot_product_attention(
         q, k, v, scale=scale, key_value_seq_lengths=real_keys, implementation="cudnn"
-    )
-    return y[:, :length]
+    )[:, :length]

@@ -110,11 +110,11 @@ def exchanged(
     no such shard, they are zeros.
     """
     to_right = [(shard, shard + 1) for shard in range(split.shards - 1)]  # (sender, receiver)
-    to_left = [(receiver, sender) for sender, receiver in to_right]
     # `split.columns` names the mesh axes. `ppermute` gives zeros to a shard that is no pair's receiver.
-    from_left = jax.lax.ppermute(last, split.columns, to_right)
-    from_right = jax.lax.ppermute(first, split.columns, to_left)
-    return from_left, from_right
+    return (
+        jax.lax.ppermute(last, split.columns, to_right),
+        jax.lax.ppermute(first, split.columns, [(receiver, sender) for sender, receiver in to_right]),
+    )
 
 
 def add_columns(y: Float[Array, "N T H W C"], columns: Float[Array, "N T H w C"], at: int) -> Array:
@@ -156,6 +156,7 @@ def with_clear_padding(x: jax.Array, split: Split, column_axis: int = 3) -> jax.
     """Return `x` with zeros in the padding columns."""
     if not split.is_padded:
         return x
-    other_axes = [axis for axis in range(x.ndim) if axis != column_axis]
-    mask = jnp.expand_dims(split.mask(x.shape[column_axis]), other_axes)
+    mask = jnp.expand_dims(
+        split.mask(x.shape[column_axis]), [axis for axis in range(x.ndim) if axis != column_axis]
+    )
     return jnp.where(mask, x, jnp.zeros((), x.dtype))

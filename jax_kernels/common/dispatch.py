@@ -118,15 +118,11 @@ def map_shards(
     split = target.split
     if not split.columns or split.in_shard:
         return function(target, *activations, *weights, *statistics)
-    shard_target = replace(target, split=replace(split, in_shard=True))
-
-    def call_on_shard(*groups: tuple[Any, ...]) -> Any:
-        return function(shard_target, *(array for group in groups for array in group))
-
+    on_shard = functools.partial(function, replace(target, split=replace(split, in_shard=True)))
     activation_spec = PartitionSpec(split.videos, None, None, split.columns)
     # Each of the three `in_specs` is that of all arrays of its tuple.
     return jax.shard_map(
-        call_on_shard,
+        lambda activations, weights, statistics: on_shard(*activations, *weights, *statistics),
         mesh=jax.sharding.get_abstract_mesh(),
         in_specs=(activation_spec, PartitionSpec(), PartitionSpec(split.videos)),
         out_specs=activation_spec,

@@ -97,8 +97,7 @@ def split_bands(x: Float[Array, "N 1 H W C"], overlap: int, bands: int) -> Float
 
 def join_bands(x: Float[Array, "N B h W C"], overlap: int) -> Float[Array, "N 1 H W C"]:
     """Join the bands of an image; leave out each band's first and last `overlap` rows."""
-    own_rows = slice(overlap, x.shape[2] - overlap)
-    return jnp.concatenate([x[:, band : band + 1, own_rows] for band in range(x.shape[1])], axis=2)
+    return jnp.concatenate([x[:, band : band + 1, overlap:-overlap] for band in range(x.shape[1])], axis=2)
 
 
 def pixels_first(x_NTHWC: jax.Array) -> jax.Array:
@@ -128,9 +127,10 @@ def kernel_layout(x_NTHWC: jax.Array) -> jax.Array:
     order and back: the first chunk of CogVideoX's encoding, 9 frames of 480 x 720, would take 54.1 ms instead
     of 50.0 (estimates for a v6e, moves by their bytes).
     """
-    # The axes of `x` from the outermost to the innermost one in memory.
-    order = (0, 1, 2, 3, 4) if x_NTHWC.shape[1] == 1 else (2, 3, 0, 1, 4)
-    return with_layout_constraint(x_NTHWC, Layout(order))
+    # A layout is the axes of `x` from the outermost to the innermost one in memory.
+    return with_layout_constraint(
+        x_NTHWC, Layout((0, 1, 2, 3, 4) if x_NTHWC.shape[1] == 1 else (2, 3, 0, 1, 4))
+    )
 
 
 def store_pixels_first(target: Target, x_NTHWC: jax.Array) -> jax.Array:

@@ -101,7 +101,6 @@ def vmem_limit() -> int:
     The chip is the one that the kernel is traced for. If that is not a TPU, it is taken for a v6e.
     """
     try:
-        capacity = pltpu.get_tpu_info().vmem_capacity_bytes
+        return pltpu.get_tpu_info().vmem_capacity_bytes - 2**20
     except ValueError:  # traced on another platform
-        capacity = 128 * 2**20
-    return capacity - 2**20
+        return 127 * 2**20

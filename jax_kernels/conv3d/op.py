@@ -6,7 +6,7 @@ itself if their number is odd, then two, four or eight frames at a time. Elsewhe
 
 import functools
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -17,7 +17,6 @@ from jax_kernels.common.frames import check_convolution, is_large, join_frames, 
 from jax_kernels.common.pointwise import check_choice
 from jax_kernels.conv3d import xla
 
-Start = Literal["replicate", "zeros"]
 Implementation = Literal["direct", "summed", "filtered", "folded", "patches"]
 
 
@@ -28,14 +27,13 @@ def conv3d(
     cache: Float[Array, "N kt-1 H W I"] | None = None,
     *,
     residual: Float[Array, "N T H W O"] | None = None,
-    start: Start = "replicate",
     implementation: Implementation | None = None,
     split: Split = WHOLE,
 ) -> tuple[Float[Array, "N T H W O"], Float[Array, "N kt-1 H W I"] | None]:
     """Convolve in 3-D, causal in time and zero-padded to the same size in space.
 
     A frame sees itself and the kt - 1 frames before it: the frames of `cache`, or, at the start of a video,
-    the padding of `start`. Sums are float32, rounded once.
+    its first frame again. Sums are float32, rounded once.
 
     Args:
         x: frames.
@@ -43,7 +41,6 @@ def conv3d(
         bias: (O,), or None.
         cache: second result of the call on the frames before, in `x`'s dtype; None at the start of a video.
         residual: added to the sums before they are rounded, or None.
-        start: what lies before a video's first frame: that frame again ("replicate"), or zeros.
         implementation: "direct" is one 3-D convolution; "summed" adds kt 2-D convolutions; "filtered" is the
             same, for kt = 3, but takes fewer products on a CPU; "folded" is one 2-D convolution over kt * I
             channels; "patches" is one matrix product over all pixels of a window, for few channels. None
@@ -54,12 +51,11 @@ def conv3d(
         The convolved frames, and the cache for the next call (None where kt is 1).
 
     Raises:
-        ValueError: channels, bias, cache, kernel or residual that do not fit each other; an unknown start or
+        ValueError: channels, bias, cache, kernel or residual that do not fit each other; an unknown
             implementation.
     """
     check_conv3d(x, kernel, bias, cache, residual)
     check_choice("implementation", implementation, None, *_IMPLEMENTATIONS)
-    check_choice("start", start, *get_args(Start))
     return dispatch(
         conv3d_on,
         x,
@@ -67,7 +63,6 @@ def conv3d(
         bias,
         cache,
         residual,
-        start=start,
         implementation=implementation,
         split=split,
     )
@@ -81,15 +76,18 @@ def conv3d_on(
     cache: Array | None,
     residual: Array | None,
     *,
-    start: Start = "replicate",
     implementation: Implementation | None = None,
 ) -> tuple[Array, Array | None]:
     """Compute `conv3d` for a target: one run of frames after the other, each on all devices."""
-    convolve_run = functools.partial(_convolve_run, start=start, implementation=implementation)
     results = []
     for frames, run_residual in split_frames(target, x, residual):
         # The cache that a run returns has the frames before the next run.
-        y, cache = map_shards(target, convolve_run, (frames, cache, run_residual), (kernel, bias))
+        y, cache = map_shards(
+            target,
+            functools.partial(_convolve_run, implementation=implementation),
+            (frames, cache, run_residual),
+            (kernel, bias),
+        )
         results.append(y)
     return join_frames(results), cache
 
@@ -102,25 +100,22 @@ def _convolve_run(
     kernel: Array,
     bias: Array | None,
     *,
-    start: Start,
     implementation: Implementation | None,
 ) -> tuple[Array, Array | None]:
     """Convolve a run of frames after the frames of `cache`, on one device; return result and next cache."""
     # A kernel of one tap in time has no cache and ignores `implementation`.
     if kernel.shape[0] == 1:
-        y = xla.convolve_same(target, x, kernel, xla.image_form(target, x, kernel))
-        return xla.finish(target, y, bias, residual, like=x), None
+        sums = xla.convolve_same(target, x, kernel, xla.image_form(target, x, kernel))
+        return xla.finish(target, sums, bias, residual, like=x), None
     # A video's first frame, computed as a run by itself, takes one 2-D convolution.
     if cache is None and x.shape[1] == 1 and implementation is None:
-        return xla.convolve_image(target, x, residual, kernel, bias, replicate=start == "replicate")
+        return xla.convolve_image(target, x, residual, kernel, bias)
     # The function that returns the convolution's sums in float32.
     form = _IMPLEMENTATIONS[implementation or _fastest(target, x, kernel)]
     if cache is None:
-        if form is xla.filtered_on_cpu and start == "replicate":
+        if form is xla.filtered_on_cpu:
             form = functools.partial(form, at_start=True)  # the first frame and its copies share products
-        first_frame = x[:, :1]
-        padding_frame = first_frame if start == "replicate" else jnp.zeros_like(first_frame)
-        cache = jnp.repeat(padding_frame, kernel.shape[0] - 1, axis=1)
+        cache = jnp.repeat(x[:, :1], kernel.shape[0] - 1, axis=1)
     return xla.convolve_frames(target, x, cache, residual, kernel, bias, form=form)
 
 
@@ -133,7 +128,8 @@ def _fastest(target: Target, x: Array, kernel: Array) -> Implementation:
     within 100 s, compiling included.
     """
     if not target.on_tpu:
-        return "filtered" if xla.suits_filtering(x, kernel) else "summed"
+        # A CPU may filter in float32, and by three taps of time.
+        return "filtered" if x.dtype == jnp.float32 and kernel.shape[0] == xla.TAPS else "summed"
     if xla.suits_patches(x, kernel):
         return "patches"
     return "folded" if is_large(x) else "direct"

@@ -4,17 +4,16 @@ import jax
 import jax.numpy as jnp
 
 
-def conv3d(x, kernel, bias=None, cache=None, *, residual=None, start="replicate"):
+def conv3d(x, kernel, bias=None, cache=None, *, residual=None):
     """Convolve the past frames `cache` and the new frames `x` in 3-D, in float32, zero-padded in space.
 
-    At a video's start, without a cache, the past repeats the first frame, or is zeros.
+    At a video's start, without a cache, the past repeats the first frame.
     """
     past = kernel.shape[0] - 1  # number of cached frames
     rows, columns = kernel.shape[1] // 2, kernel.shape[2] // 2  # of zeros on each side
     if cache is None:
-        padding_frame = x[:, :1] if start == "replicate" else x[:, :1] * 0
         # `x[:, :0]` has no frames: with a `past` of 0 there is nothing else to concatenate.
-        cache = jnp.concatenate([x[:, :0], *[padding_frame] * past], axis=1)
+        cache = jnp.concatenate([x[:, :0], *[x[:, :1]] * past], axis=1)
     frames = jnp.concatenate([cache, x], axis=1)
     padded = jnp.pad(frames, ((0, 0), (0, 0), (rows, rows), (columns, columns), (0, 0)))
     y = jax.lax.conv_general_dilated(

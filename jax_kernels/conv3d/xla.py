@@ -83,9 +83,8 @@ def folded(frames: Array, kernel: Array, column_padding: Padding, *, dtype: DTyp
 
     `dtype` is that of the sums before they are returned in float32.
     """
-    inputs = jnp.concatenate(_frames_under_taps(frames, kernel), axis=-1)
     return conv_frames(
-        inputs,
+        jnp.concatenate(_frames_under_taps(frames, kernel), axis=-1),
         jnp.concatenate(list(kernel), axis=2),
         padding=_spatial_padding(kernel, column_padding),
         dtype=dtype,
@@ -98,9 +97,10 @@ def rounded_on_gpu(frames: Array, kernel: Array, column_padding: Padding) -> Arr
     cuDNN's convolutions have one dtype: for float32 sums XLA would convert the frames to float32, which
     doubles the memory and halves the speed. PyTorch rounds a convolution's sums too.
     """
-    plain = functools.partial(summed, column_padding=column_padding)
-    on_gpu = functools.partial(folded, column_padding=column_padding, dtype=frames.dtype)
-    return on_platform(plain, cuda=on_gpu)(frames, kernel)
+    return on_platform(
+        functools.partial(summed, column_padding=column_padding),
+        cuda=functools.partial(folded, column_padding=column_padding, dtype=frames.dtype),
+    )(frames, kernel)
 
 
 def filtered_on_cpu(
@@ -111,9 +111,10 @@ def filtered_on_cpu(
     Filtering needs fewer products. `at_start` says that the first three frames are equal, which they are at
     the start of a video.
     """
-    plain = functools.partial(summed, column_padding=column_padding)
-    by_filtering = functools.partial(_filtered, column_padding=column_padding, at_start=at_start)
-    return on_platform(plain, cpu=by_filtering)(frames, kernel)
+    return on_platform(
+        functools.partial(summed, column_padding=column_padding),
+        cpu=functools.partial(_filtered, column_padding=column_padding, at_start=at_start),
+    )(frames, kernel)
 
 
 def _filtered(frames: Array, kernel: Array, column_padding: Padding, at_start: bool) -> Array:
@@ -170,11 +171,6 @@ def _written_out(x: Array, axis: int) -> Array:
     return with_derivatives_of(lambda x: x, copy)(x)
 
 
-def suits_filtering(frames: Array, kernel: Array) -> bool:
-    """Return whether a CPU may convolve frames by filtering: in float32, by three taps of time."""
-    return frames.dtype == jnp.float32 and kernel.shape[0] == TAPS
-
-
 def patches(frames: Array, kernel: Array, column_padding: Padding) -> Array:
     """Convolve by one matrix product: the pixels under each window, times the kernel (`conv_patches`)."""
     padded = jnp.pad(frames, [(0, 0), (0, 0), *_spatial_padding(kernel, column_padding), (0, 0)])
@@ -224,16 +220,15 @@ def convolve_frames(
 
 
 def convolve_image(
-    target: Target, x: Array, residual: Array | None, kernel: Array, bias: Array | None, *, replicate: bool
+    target: Target, x: Array, residual: Array | None, kernel: Array, bias: Array | None
 ) -> tuple[Array, Array]:
     """Convolve a video's first frame alone, in 2-D; return the result and the next cache.
 
-    With `replicate` the frames before `x` are copies of it, so the 2-D kernel is the sum of all taps of time.
-    Without it they are zeros, so the 2-D kernel is the last tap. The sum of taps in bfloat16 would lose
-    precision: two kernels, its rounded value and the rounding error, represent it, and their results are
-    added.
+    The frames before `x` are copies of it, so the 2-D kernel is the sum of all taps of time. That sum in
+    bfloat16 would lose precision: two kernels, its rounded value and the rounding error, represent it, and
+    their results are added.
     """
-    taps_sum = jnp.sum(kernel, axis=0, keepdims=True, dtype=jnp.float32) if replicate else kernel[-1:]
+    taps_sum = jnp.sum(kernel, axis=0, keepdims=True, dtype=jnp.float32)
     rounded = taps_sum.astype(x.dtype)
     form = image_form(target, x, kernel)  # the function that convolves
     if rounded.dtype == taps_sum.dtype:
@@ -244,8 +239,7 @@ def convolve_image(
         both_sums = convolve_same(target, x, jnp.concatenate([rounded, rounding_error], axis=-1), form)
         sums = functools.reduce(jnp.add, jnp.split(both_sums, 2, axis=-1))
     # The next cache has kt - 1 frames: the last kt - 2 of the frames before `x`, then `x`.
-    earlier = [x if replicate else jnp.zeros_like(x)] * (kernel.shape[0] - 2)
-    return finish(target, sums, bias, residual, like=x), jnp.concatenate([*earlier, x], axis=1)
+    return finish(target, sums, bias, residual, like=x), jnp.concatenate([x] * (kernel.shape[0] - 1), axis=1)
 
 
 def image_form(target: Target, x: Array, kernel: Array) -> Form:
@@ -269,9 +263,8 @@ def convolve_same(target: Target, frames: Array, kernel: Array, form: Form) -> A
 
 
 def _frames_under_taps(frames: Array, kernel: Array) -> list[Array]:
-    taps = kernel.shape[0]
-    length = frames.shape[1] - taps + 1
-    return [frames[:, tap : tap + length] for tap in range(taps)]
+    length = frames.shape[1] - len(kernel) + 1
+    return [frames[:, tap : tap + length] for tap in range(len(kernel))]
 
 
 def same_width_padding(kernel: Array) -> Padding:

@@ -57,11 +57,9 @@ def linear(
         The dtype of `x`.
 
     Raises:
-        ValueError: channels that the weight does not take, a bias or scale of another length, or `dynamic`
-            without a weight in int8 and its scale.
+        ValueError: a bias or scale of another length, or `dynamic` without a weight in int8 and its scale.
+        TypeError: channels that the weight does not take.
     """
-    if x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"linear got {x.shape[-1]} channels for a weight that takes {weight.shape[1]}")
     _check_weight("linear", weight, bias, scale, dynamic)
     # Sums that are not scaled yet would overflow float16.
     rounded_parts = rounded_parts and (scale is None or x.dtype != jnp.float16)
@@ -135,8 +133,7 @@ def silu_on(target: Target, x: Array, *, time_axis: int | None) -> Array:
         return jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype)
     # A run is the few frames that a TPU computes together: only they need memory for float32 at a time.
     runs = split_frames(target, x, time_axis=time_axis)
-    results = [jax.nn.silu(frames.astype(jnp.float32)).astype(x.dtype) for (frames,) in runs]
-    return join_frames(results, time_axis)
+    return join_frames([silu_on(target, frames, time_axis=None) for (frames,) in runs], time_axis)
 
 
 def split_linear(
@@ -179,8 +176,9 @@ def split_linear_on(
         # The kernel takes tokens of several videos, (N, S, I). Here N is 1.
         return tpu.product(x[None], weight, bias, scale, dynamic=dynamic, parts=parts)
 
-    is_supported = tpu.supports_product(x[None], weight, parts)
-    return kernel_or_plain(target, by_kernel, plain, is_supported=is_supported)(x, weight, bias, scale)
+    return kernel_or_plain(
+        target, by_kernel, plain, is_supported=tpu.supports_product(x[None], weight, parts)
+    )(x, weight, bias, scale)
 
 
 def adaptive_layer_norm(
@@ -228,8 +226,9 @@ def adaptive_layer_norm_on(
         return jax.lax.optimization_barrier(y.astype(x.dtype))
 
     by_kernel = functools.partial(tpu.adaptive_layer_norm, eps=eps)
-    norm = kernel_or_plain(target, by_kernel, plain, is_supported=fills_tiles(x))
-    return norm(x, factor, offset, first_patch)
+    return kernel_or_plain(target, by_kernel, plain, is_supported=fills_tiles(x))(
+        x, factor, offset, first_patch
+    )
 
 
 @jitted()
@@ -277,8 +276,9 @@ def linear_gelu_on(
         return gelu(linear(x, weight, bias, scale=scale, dynamic=dynamic))
 
     by_kernel = functools.partial(tpu.product, gelu=True, dynamic=dynamic)
-    form = kernel_or_plain(target, by_kernel, plain, is_supported=tpu.supports_product(x, weight))
-    return form(x, weight, bias, scale)
+    return kernel_or_plain(target, by_kernel, plain, is_supported=tpu.supports_product(x, weight))(
+        x, weight, bias, scale
+    )
 
 
 def gated_linear(
@@ -354,8 +354,9 @@ def gated_linear_on(
         return gated_residual(residual, y, gate, first_patch)
 
     by_kernel = functools.partial(tpu.product, dynamic=dynamic, transposed=transposed)
-    form = kernel_or_plain(target, by_kernel, plain, is_supported=tpu.supports_product(x, weight))
-    return form(x, weight, bias, scale, residual, gate, first_patch)
+    return kernel_or_plain(target, by_kernel, plain, is_supported=tpu.supports_product(x, weight))(
+        x, weight, bias, scale, residual, gate, first_patch
+    )
 
 
 def _check_weight(name: str, weight: Array, bias: Array | None, scale: Array | None, dynamic: bool) -> None:

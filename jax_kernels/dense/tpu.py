@@ -205,7 +205,6 @@ def product(
         (None, block_tokens, block_outputs),
         lambda j, n, i, _: (n * parts + jax.lax.div(j, blocks), i, jax.lax.rem(j, blocks)),
     )
-    weight_spec = pl.BlockSpec((block_outputs, inputs), lambda j, n, i, _: (j, 0))
     bias_spec = pl.BlockSpec((1, block_outputs), lambda j, n, i, _: (0, j))  # that of the scale too
     token_spec = pl.BlockSpec((None, block_tokens, 1), lambda j, n, i, _: (n, i, 0))
     gate_spec = pl.BlockSpec((None, 2, block_outputs), lambda j, n, i, _: (n, 0, j))
@@ -227,10 +226,12 @@ def product(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(parts * blocks, videos, pl.cdiv(tokens, block_tokens)),
-            # The residual is cut into blocks as the result is.
             in_specs=[
-                *(x_spec, weight_spec, bias_spec),
+                x_spec,
+                pl.BlockSpec((block_outputs, inputs), lambda j, n, i, _: (j, 0)),  # of the weight
+                bias_spec,
                 *[bias_spec, token_spec][: len(factors)],
+                # The residual is cut into blocks as the result is.
                 *([y_spec, gate_spec] if gated_operands else []),
             ],
             out_specs=y_spec,

@@ -94,10 +94,14 @@ def group_norm_on(
     if x.ndim != 5:  # not a video, so it has neither runs nor shards
         return xla.scaled(target, x, mean, scale, shift, activation=activation, channel_axis=channel_axis)
     x = jnp.moveaxis(x, channel_axis, -1)
-    scaled = functools.partial(xla.scaled, activation=activation)
     # Each device scales its shard of a run, by the statistics of its videos.
     results = [
-        map_shards(target, scaled, (frames,), statistics=(mean, scale, shift))
+        map_shards(
+            target,
+            functools.partial(xla.scaled, activation=activation),
+            (frames,),
+            statistics=(mean, scale, shift),
+        )
         for (frames,) in split_frames(target, x)
     ]
     return jnp.moveaxis(join_frames(results), -1, channel_axis)
@@ -143,8 +147,10 @@ def moments_of_columns(
     `mean` and `m2` have the channels on the last axis, and the columns on the axis before it. Padding columns
     are left out.
     """
-    group_shape = num_groups, mean.shape[-1] // num_groups
-    mean, m2 = (moment.reshape(*moment.shape[:-1], *group_shape) for moment in (mean, m2))
+    mean, m2 = (
+        moment.reshape(*moment.shape[:-1], num_groups, moment.shape[-1] // num_groups)
+        for moment in (mean, m2)
+    )
     # The moments are now (N, ..., W, G, C / G), and all axes but N and G are merged. Those of an `x` of rank
     # 3 are (N, G, C / G), without an axis of columns W.
     axes = (*range(1, mean.ndim - 2), mean.ndim - 1)

@@ -63,8 +63,7 @@ def _block_shape(x: Array) -> tuple[int, int]:
     height, width = x.shape[2:4]
     columns = min(COLUMNS, width)
     # Each column has an equal part of `BLOCK_BYTES`: for its moments, and for its pixels, one in each row.
-    fitting_rows = (BLOCK_BYTES // columns - _column_bytes(x)) // _pixel_bytes(x)
-    return largest_divisor(height, fitting_rows), columns
+    return largest_divisor(height, (BLOCK_BYTES // columns - _column_bytes(x)) // _pixel_bytes(x)), columns
 
 
 def _column_moments(
@@ -74,7 +73,7 @@ def _column_moments(
     videos, length, height, width, channels = x.shape
     rows, columns = _block_shape(x)
     column_shape = (columns, length, channels)
-    results = pl.pallas_call(
+    mean, m2 = pl.pallas_call(
         functools.partial(_add_block, blocks=height // rows),
         # The axes are videos, blocks of columns (of which -(-a // b) rounds the number up), and blocks of
         # rows. Successive steps add the blocks of rows to the moments of the same columns.
@@ -92,8 +91,7 @@ def _column_moments(
         name="column_moments",
     )(x.transpose(0, 2, 3, 1, 4))  # N H W T C: frames are in the sublanes of a tile
     # From (N, W, T, C) to (N, T, 1, W, C).
-    mean, m2 = (moment.swapaxes(1, 2)[:, :, None] for moment in results)
-    return mean, m2
+    return mean.swapaxes(1, 2)[:, :, None], m2.swapaxes(1, 2)[:, :, None]
 
 
 column_moments = with_derivatives_of(xla.column_moments, _column_moments)
@@ -154,8 +152,9 @@ def _add_block(x_ref, mean_ref, m2_ref, origin_ref, *, blocks: int, together: in
 
     @pl.when(blocks_before == 0)
     def _():
-        typical_rows = (x_ref[row].astype(jnp.float32) for row in (0, rows // 2, rows - 1))
-        origin_ref[...] = xla.median_of_three(*typical_rows)
+        origin_ref[...] = xla.median_of_three(
+            *(x_ref[row].astype(jnp.float32) for row in (0, rows // 2, rows - 1))
+        )
         mean_ref[...] = jnp.zeros_like(mean_ref)
         m2_ref[...] = jnp.zeros_like(m2_ref)
 

@@ -75,11 +75,10 @@ def column_moments(x: Array) -> tuple[Array, Array]:
     full_rows = height // block_rows * block_rows  # rows in full blocks; the remainder is a smaller block
     # Moments are computed of `x - origin` and not of `x`, because sums of large numbers lose digits.
     origin = _typical_row(x, axis)
-    full_blocks = jax.lax.slice_in_dim(x, 0, full_rows, axis=axis)
-    moments = _block_moments(full_blocks, origin, axis, block_rows)
+    moments = _block_moments(jax.lax.slice_in_dim(x, 0, full_rows, axis=axis), origin, axis, block_rows)
     if height > full_rows:
-        remainder = jax.lax.slice_in_dim(x, full_rows, height, axis=axis)
-        moments = merge(moments, _block_moments(remainder, origin, axis, height - full_rows))
+        x = jax.lax.slice_in_dim(x, full_rows, height, axis=axis)
+        moments = merge(moments, _block_moments(x, origin, axis, height - full_rows))
     # M2 is the same for `x` and `x - origin`.
     return origin + jnp.expand_dims(moments.mean, axis), jnp.expand_dims(moments.m2, axis)
 
@@ -94,8 +93,7 @@ def _typical_row(x: Array, axis: int) -> Array:
 
 def _block_moments(x: Array, origin: Array, axis: int, block_rows: int) -> Moments:
     """Return the moments of `x - origin` along `axis`, merged from those of blocks of `block_rows` rows."""
-    blocks = x.shape[axis] // block_rows
-    x = x.reshape(*x.shape[:axis], blocks, block_rows, *x.shape[axis + 1 :])
+    x = x.reshape(*x.shape[:axis], x.shape[axis] // block_rows, block_rows, *x.shape[axis + 1 :])
     row_axis = axis + 1  # `axis` is the axis of blocks now
     # Each block is summed as differences from a value of its own, typical for that block. Sums of large
     # values and of their squares would lose digits.
@@ -137,9 +135,7 @@ def scaled(
         return coefficient_NC.reshape(shape)
 
     y = (x.astype(jnp.float32) - along_channels(mean_NC)) * along_channels(scale_NC)
-    y = y + along_channels(shift_NC)
-    y = activate(y, activation)
+    y = activate(y + along_channels(shift_NC), activation)
     # The columns are the last axis, or the one before it if the last one has the channels.
-    last_axis = x.ndim - 1
-    column_axis = last_axis - 1 if channel_axis == last_axis else last_axis
+    column_axis = x.ndim - 2 if channel_axis == x.ndim - 1 else x.ndim - 1
     return with_clear_padding(y.astype(x.dtype), target.split, column_axis)

@@ -49,8 +49,7 @@ def weights_between(
 ) -> Array:
     """Return the weights (I, O) from an input to a result; zeros if the result does not see that row."""
     row_tap = row - result_row  # input row 0 is above the results: for result row 0 it is under tap 0
-    connected = 0 <= row_tap < TAPS
-    return kernel[time_tap, row_tap, column_tap] if connected else jnp.zeros_like(kernel[0, 0, 0])
+    return kernel[time_tap, row_tap, column_tap] if 0 <= row_tap < TAPS else jnp.zeros_like(kernel[0, 0, 0])
 
 
 class DirectStep(ConvStep):

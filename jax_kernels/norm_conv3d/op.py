@@ -187,8 +187,9 @@ def norm_conv3d_on(
     y, next_cache = conv3d_on(target, hidden, kernel, bias, cache, residual)
     if not is_supported_on_tpu:
         return y, next_cache, None
-    mean, m2 = norm_xla.column_moments(y)  # both keep the axis of rows, of length 1
-    return y, next_cache, ColumnMoments(jnp.squeeze(mean, 2), jnp.squeeze(m2, 2))
+    # Mean and M2 keep the axis of rows, of length 1.
+    moments = ColumnMoments(*(jnp.squeeze(moment, 2) for moment in norm_xla.column_moments(y)))
+    return y, next_cache, moments
 
 
 def _kernel_supports(
@@ -203,13 +204,12 @@ def _kernel_supports(
 ) -> bool:
     """Return whether the Pallas kernel supports each run of `x`, as one device has it: a shard."""
     runs = split_frames(target, x, norm.zq, residual)  # of each run: frames, latents `zq`, residual
-    first_run, *_ = runs[0]
     return (
         target.pallas  # the environment does not turn this kernel off
         and all(vector is not None for vector in (bias, norm.weight, norm.bias))
         # In a run all latent frames must cover equally many frames. So the first frame must be a run by
         # itself if the first latent frame covers that frame alone, and only then.
-        and first_frame_alone == (first_run.shape[1] == 1)
+        and first_frame_alone == (runs[0][0].shape[1] == 1)
         and all(
             sizes.is_supported(
                 target.split.shard_of(frames),
@@ -251,20 +251,20 @@ def _by_kernel(
     """Compute `norm_conv3d` by the Pallas kernel: run after run, each on all devices at once."""
     # Statistics span all frames: they are computed before the first run, and are the same for every run.
     mean, m2 = column_moments(target, x) if moments is None else moments
-    group_moments = moments_of_columns(target, mean, m2, x.shape[2], num_groups=num_groups)
     # GroupNorm as `x * scale + shift`: both for each video and channel.
-    scale_shift = scale_and_shift(group_moments, norm.weight, norm.bias, eps)
-    # Weights are the same on every device. The latents `zq` are not: they are sharded as the frames are.
-    weights = kernel, bias, norm._replace(zq=None)
+    scale_shift = scale_and_shift(
+        moments_of_columns(target, mean, m2, x.shape[2], num_groups=num_groups), norm.weight, norm.bias, eps
+    )
     results = []  # of each run: frames, and mean and M2 of their columns
     for frames, zq, run_residual in split_frames(target, x, norm.zq, residual):
         # `map_shards` passes the arrays of its three groups on, in this order: the first group is split by
-        # columns, the last one by videos. A run's last activated frames are the cache of the next run.
+        # columns, the last one by videos. The second is the same on every device, so it has no latents `zq`,
+        # which are sharded as the frames are. A run's last activated frames are the cache of the next run.
         y, cache, y_mean, y_m2 = map_shards(
             target,
             functools.partial(_convolve_run, in_place=in_place),
             (frames, cache, run_residual, zq),
-            weights,
+            (kernel, bias, norm._replace(zq=None)),
             scale_shift,
         )
         # The moments come with an axis of rows (2), of length 1.
@@ -302,8 +302,9 @@ def _convolve_run(
     # The kernel chooses the same sizes. Here they tell into how many strips it cuts the frame.
     conv_sizes = sizes.sizes_of(x, coefficient_rows, registers, kernel.shape[-1], residual is not None)
     # The kernel takes the columns beside a strip as zeros, which is right if one strip has the whole frame.
-    has_edges = conv_sizes.strips > 1 or split.has_neighbours
-    edges = _edge_sums(target, x, cache, kernel, coefficients, conv_sizes) if has_edges else None
+    edges = None
+    if conv_sizes.strips > 1 or split.has_neighbours:
+        edges = _edge_sums(target, x, cache, kernel, coefficients, conv_sizes)
     # The number of this shard's columns that are not padding.
     true_width = split.real_columns_here(columns) if split.is_padded else None
     y, next_cache, (mean, m2) = tpu.convolved(
@@ -330,8 +331,9 @@ def _coefficients(
     """
     scale, shift = scale_NC[:, None, None, None], shift_NC[:, None, None, None]
     if zq is None:
-        multiplier = repeat(jnp.repeat(scale, coefficient_columns, axis=3))
-        offset = repeat(jnp.repeat(shift, coefficient_columns, axis=3))
+        multiplier, offset = (
+            repeat(jnp.repeat(each, coefficient_columns, axis=3)) for each in (scale, shift)
+        )
     else:
         zq = repeat(zq)  # before it is convolved, because it has fewer channels than the results
         # The axes between the first two and the channels become one. XLA takes 47 s to compile the

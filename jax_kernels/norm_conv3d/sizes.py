@@ -229,7 +229,7 @@ def is_supported(
     frames, height, columns = x.shape[1:4]
     coefficient_frames, coefficient_rows, coefficient_columns = coefficient_grid
     outputs = kernel.shape[4]
-    is_suitable = (
+    if not (
         fills_tiles(x)
         and x.dtype == jnp.bfloat16
         and pixels >= tiles.SMALLEST_FRAME
@@ -239,8 +239,7 @@ def is_supported(
         and height % ROWS == 0
         # A coefficient covers a whole number of frames, rows and columns: no remainder is left.
         and frames % coefficient_frames == height % coefficient_rows == columns % coefficient_columns == 0
-    )
-    if not is_suitable:
+    ):
         return False
     # Number of registers for a row of coefficients, as `tpu.to_registers` makes them. If a coefficient covers
     # all columns, or columns that fill whole registers, it has one register for all of them, in all
@@ -307,16 +306,18 @@ def sizes_of(
     # `TILES` tiles of 2 or 4 frames, the keys of `TRANSFORMS`, are 4 or 8 frames.
     if input_frames in (TILES * tile for tile in TRANSFORMS) and pallas_mode() != "direct":
         winograd = _cut_into_strips(direct._replace(tile=input_frames // TILES), residual)
-        fits = _vmem_bytes(winograd, residual) <= vmem_limit()
-        # A unit must have whole cells, unless a single register serves all columns.
-        has_whole_cells = registers == 1 or winograd.unit_columns % cell_columns == 0
         # Number of the frame's columns in the last chunk.
         last_chunk_columns = winograd.last_strip_columns - (winograd.chunks - 1) * winograd.chunk_columns
-        # From the first register of a chunk's sums, `step.zeros_after` computes zeros, by which other work
-        # waits for the sums. The register has a sublane for each of the `TILES` tiles of a column. All of its
-        # columns must be in the frame: beyond it sums may be NaN, from which no zeros can be computed.
-        is_wide_enough = last_chunk_columns * TILES >= SUBLANES
-        if fits and has_whole_cells and is_wide_enough:
+        if (
+            _vmem_bytes(winograd, residual) <= vmem_limit()
+            # A unit must have whole cells, unless a single register serves all columns.
+            and (registers == 1 or winograd.unit_columns % cell_columns == 0)
+            # From the first register of a chunk's sums, `step.zeros_after` computes zeros, by which other
+            # work waits for the sums. The register has a sublane for each of the `TILES` tiles of a column.
+            # All of its columns must be in the frame: beyond it sums may be NaN, from which no zeros can be
+            # computed.
+            and last_chunk_columns * TILES >= SUBLANES
+        ):
             return winograd
     return _cut_into_strips(direct, residual)
 
@@ -328,9 +329,12 @@ def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
     frame_chunks = -(-sizes.columns // chunk_columns)  # in a row of the frame; -(-a // b) rounds a / b up
     for most_strips in range(1, min(MOST_STRIPS, frame_chunks) + 1):
         strip_chunks = -(-frame_chunks // most_strips)
-        # This is rounded up, so that fewer strips than `most_strips` may cover the frame.
-        strips = -(-frame_chunks // strip_chunks)
-        sizes = sizes._replace(chunk_columns=chunk_columns, strips=strips, chunks=strip_chunks)
+        sizes = sizes._replace(
+            chunk_columns=chunk_columns,
+            chunks=strip_chunks,
+            # `strip_chunks` is rounded up, so that fewer strips than `most_strips` may cover the frame.
+            strips=-(-frame_chunks // strip_chunks),
+        )
         if _vmem_bytes(sizes, residual) <= vmem_limit():
             break
     return sizes
@@ -416,21 +420,22 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
 def _vmem_bytes(sizes: ConvSizes, residual: bool) -> int:
     """Return the bytes of VMEM that the kernel takes, for operands, results, weights and scratch buffers."""
     row_frames = sizes.strip_columns * sizes.input_frames  # of all pixels in a row of a strip
-    # At the end of each product of numbers are the bytes of an element: 2 of bfloat16, or 4 of float32.
-    inputs = ROWS * row_frames * sizes.channels * 2
-    results = ROWS * row_frames * sizes.outputs * 2
-    # Multiplier and offset (the first 2), in float32; a cell has a register of each for every part.
     cells = -(-sizes.strip_columns // sizes.cell_columns)
-    coefficients = 2 * ROWS * cells * SUBLANES * sizes.channels * 4
-    # The last cache and the next (the first 2), each of two frames (the second 2), in bfloat16.
-    caches = 2 * ROWS * sizes.strip_columns * 2 * sizes.channels * 2
-    # What is added to the results of the first and of the last column (2), in float32.
-    edges = 2 * ROWS * sizes.multiplied_frames * sizes.outputs * 4
-    # Mean and M2 (2) of each column, in float32.
-    moments = 2 * row_frames * sizes.outputs * 4
-    residuals = results if residual else 0
-    operands_and_results = inputs + results + residuals + coefficients + caches + edges + moments
-    # A product's matrix has (I, O) weights for each of its inputs and results, in bfloat16.
+    # At the end of each product of numbers are the bytes of an element: 2 of bfloat16, or 4 of float32.
+    operands_and_results = (
+        ROWS * row_frames * sizes.channels * 2
+        # The results, and the residual.
+        + (2 if residual else 1) * ROWS * row_frames * sizes.outputs * 2
+        # Multiplier and offset (the first 2); a cell has a register of each for every part.
+        + 2 * ROWS * cells * SUBLANES * sizes.channels * 4
+        # The last cache and the next (the first 2), each of two frames (the second 2).
+        + 2 * ROWS * sizes.strip_columns * 2 * sizes.channels * 2
+        # The edges: what is added to the results of the first and of the last column (2).
+        + 2 * ROWS * sizes.multiplied_frames * sizes.outputs * 4
+        # The moments: mean and M2 (2) of each column.
+        + 2 * row_frames * sizes.outputs * 4
+    )
+    # A product's matrix has (I, O) weights for each of its inputs and results.
     pairs = sum(len(product.inputs) * len(product.results) for product in sizes.products)
     weights = sizes.components * pairs * sizes.channels * sizes.outputs * 2
     # Elements of scratch buffers have 4 bytes, int32 too. The last axis of 128 lanes is not in `shape`.

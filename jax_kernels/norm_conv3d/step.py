@@ -205,13 +205,12 @@ class ConvStep(ABC):
             # Zeros that depend on `after`, so that what is computed from `offset` waits for it. They have 128
             # lanes, and are repeated for every part.
             offset = offset + jnp.concatenate([zeros_after(after)] * sizes.parts, 1)
-        unit_at = self._entries(column, sizes.unit_columns, sizes.input_frames)
-        x = memory["x"][0, row, unit_at].astype(jnp.float32)
+        x = memory["x"][0, row, self._entries(column, sizes.unit_columns, sizes.input_frames)]
         # Axes: cell, register of the cell, sublane, channel. All registers of a cell have the coefficients of
         # one register.
-        half_argument = x.reshape(cells, -1, SUBLANES, sizes.channels) * half[:, None] + offset[:, None]
-        activated = half_argument + half_argument * jnp.tanh(half_argument)
-        return activated.reshape(-1, sizes.channels).astype(jnp.bfloat16)
+        x = x.astype(jnp.float32).reshape(cells, -1, SUBLANES, sizes.channels)
+        h = x * half[:, None] + offset[:, None]
+        return (h + h * jnp.tanh(h)).reshape(-1, sizes.channels).astype(jnp.bfloat16)
 
     def _write_results(
         self, column: Any, count: int, sums: Callable[[int, int], Array], after: Array | None = None
@@ -283,8 +282,9 @@ class ConvStep(ABC):
                 memory["mean"][0, results_at, lanes_of(part)] = origin + total * inverse_count
                 # M2 is the sum of squared differences from the origin, less n times the square of their mean.
                 # Rounding may make it negative for nearly equal results.
-                m2 = squares - total * total * inverse_count
-                memory["m2"][0, results_at, lanes_of(part)] = jnp.maximum(m2, 0.0)
+                memory["m2"][0, results_at, lanes_of(part)] = jnp.maximum(
+                    squares - total * total * inverse_count, 0.0
+                )
 
         jax.lax.fori_loop(0, sizes.chunks, write_chunk, None)
 

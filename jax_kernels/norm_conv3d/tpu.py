@@ -168,9 +168,8 @@ def _by_kernel(
 
     def run_step(*references: Any) -> None:
         step_class = winograd.WinogradStep if sizes.tile else direct.DirectStep
-        weight_references, named_references = references[: len(weights)], references[len(weights) :]
-        memory = dict(zip(names, named_references, strict=True))
-        step_class(sizes, weight_references, memory).run()
+        memory = dict(zip(names, references[len(weights) :], strict=True))
+        step_class(sizes, references[: len(weights)], memory).run()
 
     # For the compiler's estimate of times: the bytes of the result, and of a residual, which is as large.
     y_bytes = x.nbytes // sizes.channels * sizes.outputs * (1 if residual is None else 2)
@@ -252,9 +251,9 @@ def _operands(
         operands["edges"] = joined_edges, _rows_spec(_finished_block, strip_entries, sizes.outputs)
     if true_width is not None:
         operands["true_width"] = true_width[None], pl.BlockSpec(memory_space=pltpu.SMEM)
-    weights_between = winograd.weights_between if sizes.tile else direct.weights_between
+    weights_between = direct.weights_between
     if sizes.tile:  # Winograd's filtering combines the taps of time
-        kernel = transformed_taps(kernel, sizes.tile)
+        kernel, weights_between = transformed_taps(kernel, sizes.tile), winograd.weights_between
     return operands, [matrices(kernel, product, sizes.shares, weights_between) for product in sizes.products]
 
 
@@ -264,8 +263,8 @@ def _joined_edges(sizes: ConvSizes, edges: Iterable[Array]) -> Float[Array, "N H
     `edges` are the left edges of all E strips, and their right edges, each (N, T, H, E, O).
     """
     copies = sizes.multiplied_frames // sizes.input_frames  # a single frame is multiplied as two equal ones
-    repeated = (jnp.repeat(edge, copies, axis=1) for edge in edges)
-    joined = jnp.concatenate([edge.transpose(0, 2, 3, 1, 4) for edge in repeated], axis=3)  # N H E 2T O
+    repeated = (jnp.repeat(edge, copies, axis=1).transpose(0, 2, 3, 1, 4) for edge in edges)
+    joined = jnp.concatenate([*repeated], axis=3)  # N H E 2T O
     # Zeros complete a register, so that the block of each strip begins with a whole one.
     if sizes.strips > 1 and joined.shape[3] % SUBLANES:
         joined = jnp.pad(joined, [(0, 0)] * 3 + [(0, SUBLANES - joined.shape[3]), (0, 0)])
@@ -278,17 +277,16 @@ def _coefficient_spec(sizes: ConvSizes, registers: int) -> pl.BlockSpec:
     It reads the registers of the cells that cover the block to modulate, in one strip.
     """
     cells = -(-sizes.strip_columns // sizes.cell_columns)  # in a row of a strip
-    # A block's two rows of pixels are in one row of cells, unless a cell has a single row.
-    rows_of_cells = ROWS if sizes.cell_rows == 1 else 1
 
     def index(video: Any, strip: Any, step: Any) -> tuple[Any, ...]:
         """Return the index of the step's block on each axis, counted in blocks of coefficients."""
         strip = strip if registers > 1 else 0  # a single register serves all strips
         first_row = _modulated_block(sizes, step) * ROWS  # of pixels
-        # The rows of pixels that a block of coefficients covers: both rows of a block, or more.
-        covered_rows = max(ROWS, sizes.cell_rows)
-        return video, jax.lax.div(first_row, covered_rows), strip, 0, 0
+        # A block of coefficients covers both rows of pixels of a block, or more.
+        return video, jax.lax.div(first_row, max(ROWS, sizes.cell_rows)), strip, 0, 0
 
+    # A block's two rows of pixels are in one row of cells, unless a cell has a single row.
+    rows_of_cells = ROWS if sizes.cell_rows == 1 else 1
     return _block_spec((1, rows_of_cells, cells, SUBLANES, sizes.channels), index)
 
 
@@ -301,11 +299,10 @@ def _result_specs(
     strip_frames = sizes.strip_columns * sizes.input_frames  # of all pixels in a row of a strip
     # An entry for each column, each part and each of two frames (`TAPS - 1`).
     next_cache_shape = (videos, height, sizes.columns * sizes.parts * (TAPS - 1), tiles.LANES)
-    moments = jax.ShapeDtypeStruct((videos, row_frames, sizes.outputs), jnp.float32)
-
-    # All steps of a strip share one block of moments, which the strip's last step writes.
-    moments_spec = _block_spec(
-        (1, strip_frames, sizes.outputs), lambda video, strip, _step: (video, strip, 0)
+    moments = (
+        jax.ShapeDtypeStruct((videos, row_frames, sizes.outputs), jnp.float32),
+        # All steps of a strip share one block of moments, which the strip's last step writes.
+        _block_spec((1, strip_frames, sizes.outputs), lambda video, strip, _step: (video, strip, 0)),
     )
     return {
         "y": (
@@ -313,8 +310,8 @@ def _result_specs(
             _rows_spec(_finished_block, strip_frames, sizes.outputs),
         ),
         "next_cache": (jax.ShapeDtypeStruct(next_cache_shape, x.dtype), _cache_rows_spec(sizes)),
-        "mean": (moments, moments_spec),
-        "m2": (moments, moments_spec),
+        "mean": moments,
+        "m2": moments,
     }
 
 
@@ -342,8 +339,9 @@ def _block_spec(shape: tuple[int, ...], index: Callable[[Any, Any, Any], tuple[A
 
 def _cache_rows_spec(sizes: ConvSizes) -> pl.BlockSpec:
     """Return the spec of a step's block of the cache, with entries for each column, part and cached frame."""
-    strip_entries = sizes.strip_columns * sizes.parts * (TAPS - 1)
-    return _rows_spec(partial(_modulated_block, sizes), strip_entries, tiles.LANES)
+    return _rows_spec(
+        partial(_modulated_block, sizes), sizes.strip_columns * sizes.parts * (TAPS - 1), tiles.LANES
+    )
 
 
 def _pixels_first(x_NTHWC: Array) -> Array:
@@ -356,8 +354,8 @@ def _frames_first(y: Array, sizes: ConvSizes, outputs: int) -> Array:
     """Return frames (N, T, H, W, O) of the kernel's result `y`, (N, H, W T, channels), without padding."""
     videos, height, *_ = y.shape
     if outputs == sizes.outputs or sizes.input_frames == 1:
-        y = y.reshape(videos, height, sizes.columns, sizes.input_frames, -1).transpose(0, 3, 1, 2, 4)
-        return y[..., :outputs]
+        y = y.reshape(videos, height, sizes.columns, sizes.input_frames, -1)
+        return y.transpose(0, 3, 1, 2, 4)[..., :outputs]
     # The padding channels are left out by a product with ones and zeros, which is exact for finite values.
     # Its result has the pixels as the last axis. A slice would make XLA transpose all 128 channels first. A
     # single frame is sliced above: that needs no transpose, and XLA would take 90 s to compile the product.

@@ -147,14 +147,17 @@ class WinogradStep(ConvStep):
         # Each share does an equal number of a chunk's units: it modulates those of the chunk at `column`, and
         # finishes those of the chunk left of it.
         share_units = sizes.units // sizes.shares
-        tasks = []
-        for unit in range(share_units):
-            unit_column = column + (share * share_units + unit) * sizes.unit_columns  # its first column
-            tasks += [
-                partial(self._modulate, unit_column, unit),
-                partial(self._finish, unit_column - sizes.chunk_columns, unit),
-            ]
-        return tasks
+        first_columns = (
+            column + (share * share_units + unit) * sizes.unit_columns for unit in range(share_units)
+        )
+        return [
+            task
+            for unit, first_column in enumerate(first_columns)
+            for task in (
+                partial(self._modulate, first_column, unit),
+                partial(self._finish, first_column - sizes.chunk_columns, unit),
+            )
+        ]
 
     def _component_product(
         self, component: int, inputs: list[tuple[int, int]], weights: Any, share: Any, column: Any
@@ -176,8 +179,8 @@ class WinogradStep(ConvStep):
         # With `rows_together` the entries of `row` are followed by those of the row below it.
         rows = self.rows[row : row + (ROWS if sizes.rows_together else 1)]  # (buffer, slot) of each
         # A word becomes two entries: the component in both tiles of a pixel.
-        words = jnp.concatenate([self.memory[name][slot, component, part, columns] for name, slot in rows])
-        return pltpu.bitcast(words, jnp.bfloat16)
+        words = [self.memory[name][slot, component, part, columns] for name, slot in rows]
+        return pltpu.bitcast(jnp.concatenate(words), jnp.bfloat16)
 
     def _store_components(
         self, share: Any, component: int, results: list[tuple[int, int]], sums: Array, column: Any
@@ -191,8 +194,9 @@ class WinogradStep(ConvStep):
             # channels of a share. All products of a component were added: the sums are complete.
             parts = self.result_parts // sizes.shares  # number of parts of a share
             for row, part in itertools.product(range(ROWS), range(parts)):
-                row_sums = sums[row * count : (row + 1) * count, lanes_of(part)]
-                memory["components"][component, row, share * parts + part, at] = row_sums
+                memory["components"][component, row, share * parts + part, at] = sums[
+                    row * count : (row + 1) * count, lanes_of(part)
+                ]
             return
         # There are 128 output channels, so the results have a single part, 0. The sums have the 128 channels
         # of each of two `results`, side by side. The first products of a component have the row above or
@@ -256,7 +260,9 @@ class WinogradStep(ConvStep):
         )
         at = self._word_columns(column, sizes.unit_columns)
         for component, of_both_tiles in enumerate(zip(first_tile, second_tile, strict=True)):
-            self.memory["stage"][row, component, part, at] = _packed(*of_both_tiles)
+            # Rounded to bfloat16, two in a word.
+            packed = pltpu.pack_elementwise([*of_both_tiles], packed_dtype=jnp.bfloat16)
+            self.memory["stage"][row, component, part, at] = pltpu.bitcast(packed, jnp.int32)
         return words[-1]
 
     def _finish(self, column: Any, slot: int = 0, after: Array | None = None) -> None:
@@ -306,8 +312,3 @@ def _unpacked(words: Array) -> tuple[Array, Array]:
     """Return the two bfloat16 numbers of each word as float32: the low 16 bits, then the high ones."""
     # A bfloat16 is the high half of a float32 whose low half is zero.
     return pltpu.bitcast(words << 16, jnp.float32), pltpu.bitcast(words & -(2**16), jnp.float32)
-
-
-def _packed(low: Array, high: Array) -> Array:
-    """Return words of two float32 arrays, rounded to bfloat16."""
-    return pltpu.bitcast(pltpu.pack_elementwise([low, high], packed_dtype=jnp.bfloat16), jnp.int32)

@@ -7,7 +7,7 @@ one to the body of an op, named `OP_on`.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,20 +21,24 @@ from jax_kernels.common.columns import (
     neighbours_of,
     with_clear_padding,
 )
-from jax_kernels.common.dispatch import Target, dispatch, map_shards
+from jax_kernels.common.dispatch import Target, dispatch, map_shards, on_platform
 from jax_kernels.common.frames import (
+    MOST_IN_PATCHES,
     average_pairs,
     check_convolution,
+    conv_frames,
+    conv_patches,
     is_image_for_tpu,
     join_bands,
     join_frames,
     kernel_layout,
+    repeat_nearest,
     select_frames,
     split_bands,
     split_frames,
 )
 from jax_kernels.conv3d.xla import add_bias_and_residual
-from jax_kernels.resample import upsampled, xla
+from jax_kernels.resample import upsampled
 
 OVERLAP = 1
 """Rows of the next bands that a band of an image has above and below: as far as a 3 x 3 kernel sees."""
@@ -105,13 +109,12 @@ def _split_and_resample(
     """
     # `split_frames` makes the first frame a run by itself if the number of frames is odd. That must agree
     # with `first_frame_alone`: otherwise all frames are one run.
-    is_odd = x.shape[1] % 2 == 1
-    runs = [run for (run,) in split_frames(target, x)] if is_odd == first_frame_alone else [x]
+    runs = [(x,)] if x.shape[1] % 2 != first_frame_alone else split_frames(target, x)
     if len(runs) == 1:
         return resample(x, in_time, first_frame_alone)
     # A run of one frame is the first frame, which is not resampled in time. All other runs have whole pairs
     # of frames, so `first_frame_alone` is False for each of them.
-    return join_frames([resample(run, in_time and run.shape[1] > 1, False) for run in runs])
+    return join_frames([resample(run, in_time and run.shape[1] > 1, False) for (run,) in runs])
 
 
 def _kernel_for(
@@ -144,8 +147,9 @@ def _bands_of(image: jax.ShapeDtypeStruct, kernel: Array, pixels: int) -> int | 
         # A band also has `OVERLAP` rows of the next bands, or zeros, above and below.
         rows = even_height // bands + 2 * OVERLAP
         bands_as_frames = jax.ShapeDtypeStruct((videos, bands, rows, columns, channels), image.dtype)
-        is_divisor = even_height % bands == 0
-        if is_divisor and upsampled.is_supported(bands_as_frames, kernel, expand_time=False, pixels=pixels):
+        if even_height % bands == 0 and upsampled.is_supported(
+            bands_as_frames, kernel, expand_time=False, pixels=pixels
+        ):
             return bands
     return None
 
@@ -179,11 +183,11 @@ def _by_xla(
     """Double pixels, convolve them by XLA, and double the results' frames if `expand_time`."""
     # Rows and columns of zeros on each side, which keep the doubled size.
     zero_rows, zero_columns = kernel.shape[0] // 2, kernel.shape[1] // 2
-    doubled = xla.double_pixels(x)
+    doubled = repeat_nearest(x, {2: 2, 3: 2})
 
     def convolve(columns: Array, taps: Array, padding: tuple[int, int]) -> Array:
         """Convolve the shard's columns, or a neighbour's, with so many columns of zeros (left, right)."""
-        return xla.convolved_sums(target, columns, taps, ((zero_rows, zero_rows), padding))
+        return _convolved_sums(target, columns, taps, ((zero_rows, zero_rows), padding))
 
     # First with zeros in place of the neighbours' columns. `add_from_neighbours` fetches these columns,
     # convolves them by the taps that see them, and adds the results.
@@ -197,6 +201,20 @@ def _by_xla(
     # `select_frames` selects by a matrix product on a TPU, where it is slow to index or to repeat frames.
     each_twice = [frame for frame in range(alone, length) for _ in range(2)]
     return select_frames(target, y, [*range(alone), *each_twice])
+
+
+def _convolved_sums(
+    target: Target, x: Array, kernel: Array, padding: Sequence[tuple[int, int]], stride: int = 1
+) -> Array:
+    """Convolve every frame by `conv_frames`; return float32 sums, which a GPU rounds once to `x`'s dtype."""
+    plain = functools.partial(conv_frames, padding=padding, stride=stride)
+    if target.on_tpu or x.dtype == jnp.float32:
+        return plain(x, kernel)
+
+    def rounded(x: Array, kernel: Array) -> Array:
+        return plain(x, kernel, dtype=x.dtype).astype(jnp.float32)  # why: see `conv3d.xla.rounded_on_gpu`
+
+    return on_platform(plain, cuda=rounded)(x, kernel)
 
 
 def downsample(
@@ -227,8 +245,9 @@ def downsample(
             cannot be paired; a shard with an odd number of columns.
     """
     if kernel.shape[:2] != (3, 3):
-        size = " x ".join(map(str, kernel.shape[:2]))
-        raise ValueError(f"downsample got a kernel of {size} pixels: it must have 3 x 3")
+        raise ValueError(
+            "downsample got a kernel of {} x {} pixels: it must have 3 x 3".format(*kernel.shape)
+        )
     check_convolution("downsample", x, kernel, bias, "kh kw I O")
     if compress_time and (x.shape[1] - first_frame_alone) % 2:
         after = " after the first" if first_frame_alone else ""
@@ -278,11 +297,17 @@ def _downsample_shard(
     """Average pairs of frames if `compress_time`, and convolve the shard with stride 2."""
     if compress_time and x.shape[1] > int(first_frame_alone):  # a single first frame has no pair
         x = average_pairs(target, x, first_frame_alone=first_frame_alone)
-    # For an image on a TPU, XLA compiles one matrix product of all 3 x 3 windows (patches) faster than a
-    # convolution.
-    by_patches = is_image_for_tpu(target, x) and xla.suits_patches(x)
-    by_convolution = functools.partial(xla.downsampled_sums, target)
-    convolve = xla.downsampled_sums_by_patches if by_patches else by_convolution
+    # For an image on a TPU, XLA compiles one matrix product of all 3 x 3 windows, at every second row and
+    # column (patches), in 5 s, and a convolution in 14 to 60 s. Patches must fit into memory.
+    by_patches = is_image_for_tpu(target, x) and x.size // 4 * 9 * x.dtype.itemsize <= MOST_IN_PATCHES
+
+    def convolve(x: Array, kernel: Array, columns: tuple[int, int]) -> Array:
+        """Convolve with stride 2, a row of zeros below and `columns` zeros (left, right)."""
+        if by_patches:
+            # `conv_patches` takes the frames under each tap of time, in a list: this kernel has no such axis.
+            return conv_patches([jnp.pad(x, [(0, 0), (0, 0), (0, 1), columns, (0, 0)])], kernel, stride=2)
+        return _convolved_sums(target, x, kernel, ((0, 1), columns), stride=2)
+
     y = convolve(x, kernel, (0, 1))  # a column of zeros on the right, as diffusers pads
     if target.split.has_neighbours:
         if x.shape[3] % 2:

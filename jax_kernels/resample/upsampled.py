@@ -31,7 +31,6 @@ from jax_kernels.common import tiles
 from jax_kernels.common.columns import add_columns
 from jax_kernels.common.dispatch import with_derivatives_of
 from jax_kernels.common.frames import conv_frames, repeat_nearest
-from jax_kernels.resample import xla
 
 TAPS = 3
 """Taps of the kernel along each axis."""
@@ -111,14 +110,17 @@ def _vmem_bytes(sizes: UpsampleSizes) -> int:
     """Return a bound of the VMEM that the kernel needs; bfloat16 numbers have 2 bytes, and float32 has 4."""
     pixel_row = sizes.columns * sizes.frames_in * sizes.channels * 2
     result_row = sizes.result_entries * sizes.outputs * 2
-    weights = TAPS**2 * sizes.channels * sizes.outputs * 2
-    # A step leaves three rows of results for the next one: "lower_sums" and "next_upper_sums" in float32,
-    # which takes twice as much as bfloat16, and "upper_results" in bfloat16.
-    carried = (2 + 2 + 1) * result_row
-    # Products of a chunk by all taps, and as much for their sums: a cautious bound.
-    products = 2 * sizes.chunk * sizes.frames_out * TAPS**2 * sizes.outputs * 4
-    # A row of pixels and two rows of results, each twice: other rows are transferred during a step.
-    return 2 * (pixel_row + 2 * result_row) + weights + carried + products
+    return (
+        # A row of pixels and two rows of results, each twice: other rows are transferred during a step.
+        2 * (pixel_row + 2 * result_row)
+        # The weights.
+        + TAPS**2 * sizes.channels * sizes.outputs * 2
+        # A step leaves three rows of results for the next one: "lower_sums" and "next_upper_sums" in float32,
+        # which takes twice as much as bfloat16, and "upper_results" in bfloat16.
+        + (2 + 2 + 1) * result_row
+        # Products of a chunk by all taps, and as much for their sums: a cautious bound.
+        + 2 * sizes.chunk * sizes.frames_out * TAPS**2 * sizes.outputs * 4
+    )
 
 
 class _Step:
@@ -266,8 +268,7 @@ class _Step:
 
 def _concatenate(*parts: Array) -> Array:
     """Concatenate the parts that are not empty: a Pallas kernel takes no empty arrays."""
-    parts = tuple(part for part in parts if part.shape[0])
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    return jnp.concatenate([part for part in parts if part.shape[0]])
 
 
 def upsampled(
@@ -356,8 +357,9 @@ def _row_operand(x_NTHWC: Array) -> tuple[Array, pl.BlockSpec]:
     x = x.reshape(*x.shape[:2], -1, x.shape[-1])
     last_row = x.shape[1] - 1
     # There is one step more than rows. The last step stays at the last row, so that nothing is fetched.
-    spec = pl.BlockSpec((1, 1, *x.shape[2:]), lambda video, step: (video, jax.lax.min(step, last_row), 0, 0))
-    return x, spec
+    return x, pl.BlockSpec(
+        (1, 1, *x.shape[2:]), lambda video, step: (video, jax.lax.min(step, last_row), 0, 0)
+    )
 
 
 def _xla_form(
@@ -371,7 +373,7 @@ def _xla_form(
     # This computes in XLA what the Pallas kernel computes. JAX takes the kernel's derivatives from it.
     # `beside` are the columns (left, right) of the shards beside this one, or None for zeros. Columns of the
     # result from `true_width` on are padding; None stands for no padding.
-    sums = conv_frames(xla.double_pixels(x), kernel, padding=((1, 1), (1, 1)))
+    sums = conv_frames(repeat_nearest(x, {2: 2, 3: 2}), kernel, padding=((1, 1), (1, 1)))
     if beside is not None:
         # A neighbour's column, of doubled height, is under one tap of each kernel row. `left` and `right` are
         # the parts of the first and the last column of the result that come from the two columns.

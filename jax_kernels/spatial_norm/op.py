@@ -4,8 +4,7 @@ A *target* is the platform that the code is traced for, with the split of column
 device. `dispatch` passes it to the body of an op, named `OP_on`.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from jaxtyping import Array, Float
 
@@ -15,8 +14,6 @@ from jax_kernels.common.frames import join_frames, split_frames
 from jax_kernels.common.pointwise import Activation, check_choice
 from jax_kernels.group_norm.op import check_groups, moments, scale_and_shift
 from jax_kernels.spatial_norm import xla
-
-Implementation = Literal["rows", "pixels_first"]
 
 
 def spatial_norm(
@@ -33,7 +30,6 @@ def spatial_norm(
     eps: float = 1e-6,
     activation: Activation | None = None,
     first_frame_alone: bool = False,
-    implementation: Implementation | None = None,
     split: Split = WHOLE,
 ) -> Float[Array, "N T H W C"]:
     """Return `group_norm(x) * conv_y(zq) + conv_b(zq)`, with `zq` upsampled to `x` by nearest neighbour.
@@ -50,9 +46,6 @@ def spatial_norm(
         activation: applied to the result ("silu"), or None.
         first_frame_alone: whether the first latent frame covers the first frame alone; (T - 1) / (t - 1) is
             then whole.
-        implementation: "rows" broadcasts the convolutions' results over rows; "pixels_first" does so in the
-            memory order in which a TPU keeps large frames. None takes the fastest one on the platform that
-            the program is compiled for.
         split: the sharding of columns.
 
     Returns:
@@ -60,12 +53,11 @@ def spatial_norm(
 
     Raises:
         ValueError: sizes of `x` that are no whole multiples of the sizes of `zq`; weights of other sizes; an
-            unknown implementation or activation.
+            unknown activation.
     """
     weights = weight, bias, kernel_y, bias_y, kernel_b, bias_b
     check_spatial_norm(x, zq, *weights, num_groups=num_groups, first_frame_alone=first_frame_alone)
     check_choice("activation", activation, None, "silu")
-    check_choice("implementation", implementation, None, *_IMPLEMENTATIONS)
     return dispatch(
         spatial_norm_on,
         x,
@@ -75,7 +67,6 @@ def spatial_norm(
         eps=eps,
         activation=activation,
         first_frame_alone=first_frame_alone,
-        implementation=implementation,
         split=split,
     )
 
@@ -95,7 +86,6 @@ def spatial_norm_on(
     eps: float,
     activation: Activation | None,
     first_frame_alone: bool,
-    implementation: Implementation | None = None,
 ) -> Array:
     """Compute `spatial_norm` for a target: the statistics of all frames, then the result of each run."""
     statistics = scale_and_shift(  # GroupNorm is `x * scale + shift`
@@ -106,17 +96,17 @@ def spatial_norm_on(
     # frame covers the first frame alone. If all frames are one run, its first frame must still be alone.
     runs = split_frames(target, x, zq) if first_frame_alone else [(x, zq)]
     run_has_first_frame_alone = first_frame_alone and len(runs) == 1
-    convolutions = (kernel_y, bias_y), (kernel_b, bias_b)
 
     def modulated(target: Target, x: Array, zq: Array, *operands: Any) -> Array:
         """Modulate a run on one device; `operands` are the two convolutions, then scale and shift."""
         zq = xla.match_frames_and_columns(zq, x.shape, first_frame_alone=run_has_first_frame_alone)
-        # On a TPU several frames are in memory in the order in which "pixels_first" computes.
-        fastest = "pixels_first" if target.on_tpu and x.shape[1] > 1 else "rows"
-        return _IMPLEMENTATIONS[implementation or fastest](target, x, zq, *operands, activation=activation)
+        # On a TPU several frames are in memory in the order in which `modulate_pixels` computes.
+        form = xla.modulate_pixels if target.on_tpu and x.shape[1] > 1 else xla.modulate_rows
+        return form(target, x, zq, *operands, activation=activation)
 
     # Each run is modulated on all devices at once. A device gets its shard of the run, the convolutions, and
     # the statistics of its videos.
+    convolutions = (kernel_y, bias_y), (kernel_b, bias_b)
     return join_frames([map_shards(target, modulated, run, convolutions, statistics) for run in runs])
 
 
@@ -151,9 +141,3 @@ def check_spatial_norm(
                 f"spatial_norm got a kernel of shape {kernel.shape} for latents of {latent_channels} "
                 f"channels and activations of {channels}: it needs ({latent_channels}, {channels})"
             )
-
-
-_IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
-    "rows": xla.modulate_rows,
-    "pixels_first": xla.modulate_pixels,
-}

@@ -17,13 +17,6 @@ A_UNIT = 2.0**-7
 """Relative unit of bfloat16's last place."""
 
 
-def check_rounded_once(got: jax.Array, sums: jax.Array) -> None:
-    """Check bfloat16 against float32 sums, which may have been added in another order."""
-    assert got.dtype == jnp.bfloat16
-    half_a_unit = np.exp2(np.floor(np.log2(np.abs(sums))) - 8)
-    assert np.all(np.abs(np.array(got, np.float32) - np.array(sums)) <= half_a_unit + 1e-5)
-
-
 def check_rounding(got: jax.Array, want: jax.Array, share: float = 0.05) -> None:
     """Check bfloat16 against results whose sums are added in another order: few of them round otherwise."""
     assert got.dtype == want.dtype == jnp.bfloat16
@@ -84,16 +77,3 @@ def on_mesh(kernel: Callable[..., Any], real: int, padded: int, dp: int, tp: int
             return kernel(*operands, **named, split=split)
 
     return lambda *operands, **named: traced(*jax.tree.map(put, (operands, named)))
-
-
-def check_gradients(alone: Callable[..., Any], sharded: Callable[..., Any], operands: Any, real: int) -> None:
-    """Check that a kernel over a mesh has the gradients of one device, for results of `real` columns."""
-
-    def loss(operands, kernel):
-        y = kernel(*operands)[:, :, :, :real].astype(jnp.float32)
-        return jnp.sum(y * np.random.default_rng(1).normal(size=y.shape))
-
-    want, got = (jax.tree.leaves(jax.grad(loss)(operands, kernel)) for kernel in (alone, sharded))
-    for mine, plain in zip(got, want, strict=True):
-        assert mine.shape == plain.shape
-        assert largest_error(mine, plain) < 0.02

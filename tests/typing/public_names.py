@@ -85,7 +85,7 @@ def flax_build(video: jax.Array, directory: str) -> None:
 
 def kernels(x: jax.Array, kernel: jax.Array, vector: jax.Array) -> None:
     """Stand for all kernels, whose annotations are alike: a checker sees plain arrays in jaxtyping's."""
-    y, cache = jax_kernels.conv3d(x, kernel, vector, None, start="replicate")
+    y, cache = jax_kernels.conv3d(x, kernel, vector, None, implementation="summed")
     assert_type(y, jax.Array)
     assert_type(cache, jax.Array | None)
     norm = jax_kernels.NormParams(vector, vector)

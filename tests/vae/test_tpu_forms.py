@@ -16,7 +16,7 @@ from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE
 from jax_kernels.common import frames as over_frames
 from jax_kernels.common.tiles import SWITCH
 from jax_kernels.conv3d import xla as conv3d_xla
-from jax_kernels.resample import xla as resample_xla
+from jax_kernels.resample import op as resample_op
 from tests import reference
 from tests.vae.conftest import RUNS, check_bfloat16, shallow_latents
 
@@ -138,7 +138,7 @@ def test_a_gpu_convolves_bfloat16_without_float32_and_rounds_as_pytorch_does(sma
             text = traced.lower(lowering_platforms=(platform,)).as_text()
             assert set(re.findall(r"stablehlo\.convolution.* -> tensor<[\dx]*(\w+)>", text)) == dtypes
     with reference.traced_anew() as patch:  # what the GPU computes, on this CPU
-        for module in (conv3d_xla, resample_xla):
+        for module in (conv3d_xla, resample_op):
             patch.setattr(module, "on_platform", lambda plain, **forms: forms.get("cuda", plain))
         vae = reference.built("torchax", copy.deepcopy(small_vae).bfloat16())
         check_bfloat16(vae, "decode", reference.latents(5, height=6, width=8), small_vae)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from jax_kernels import adaptive_layer_norm, gated_linear, gelu, linear, linear_gelu, split_linear
-from jax_kernels.dense import tpu
+from jax_kernels.dense import reference, tpu
 from tests.jax_kernels.devices import compiled_for, struct
 from tests.reference import interpreted_kernels, largest_error
 
@@ -98,28 +98,17 @@ def test_a_weight_in_eight_bits_is_its_product_with_the_scale(name, dynamic, dty
     draw = np.random.default_rng(0)
     x, bias, *rest = (jnp.asarray(draw.normal(size=size), dtype) for size in ((1, 40, 128), 256, *shapes))
     x = x.at[0, 0].set(0).at[0, 1, 0].set(30)  # a token of zeros, one with a number far from the others
-    by_hand = jnp.asarray(in_int8(np.array(x, np.float32)) if dynamic else x, jnp.float32)
-    x, exact_x = (
-        each[0] if op is split_linear else each.swapaxes(1, 2) if options.get("transposed") else each
-        for each in (x, by_hand)
-    )
-    rest = (*rest, 7) if rest else ()
+    x = x[0] if op is split_linear else x.swapaxes(1, 2) if options.get("transposed") else x
     weight = jnp.asarray(draw.integers(-127, 128, (256, 128)), jnp.int8)
     scale = jnp.asarray(draw.uniform(0.01, 0.02, 256), jnp.float32)
-    exact_bias, *exact_rest = (jnp.asarray(array, jnp.float32) for array in (bias, *rest[:-1]))
-    dense = weight.astype(jnp.float32) * scale[:, None]
-    want = op(exact_x, dense, exact_bias, *exact_rest, *rest[-1:], **options)
+    exact = [array.astype(jnp.float32) for array in (x, weight, bias, *rest)]
+    first = [7] * bool(rest)
+    options = options | {"scale": scale, "dynamic": dynamic}
+    want = getattr(reference, op.__name__)(*exact, *first, **options)
     with interpreted_kernels() if dtype == jnp.bfloat16 else contextlib.nullcontext():
-        got = op(x, weight, bias, *rest, scale=scale, dynamic=dynamic, **options)
+        got = op(x, weight, bias, *rest, *first, **options)
     assert got.dtype == dtype
     assert largest_error(got, want) < {"float32": 1e-5, "float16": 2e-3}.get(got.dtype.name, 1e-2)
-
-
-def in_int8(x):
-    """Return float32 tokens (..., C) rounded to 255 values each."""
-    largest = np.abs(x).max(-1, keepdims=True)
-    factor = np.where(largest == 0, 0, np.float32(127) / np.where(largest == 0, 1, largest))
-    return np.rint(x * factor) * (largest / np.float32(127))
 
 
 def test_each_block_of_tokens_in_eight_bits_has_its_own_scales(monkeypatch):

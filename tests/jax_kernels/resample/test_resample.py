@@ -8,11 +8,9 @@ import pytest
 
 from jax_kernels import downsample, upsample
 from jax_kernels.common.dispatch import Target
-from jax_kernels.resample import op, reference, upsampled, xla
+from jax_kernels.resample import op, reference, upsampled
 from tests.jax_kernels.devices import (
     answer,
-    check_gradients,
-    check_rounded_once,
     check_rounding,
     compiled_for,
     drawn,
@@ -20,6 +18,7 @@ from tests.jax_kernels.devices import (
     pixels_first,
     struct,
 )
+from tests.reference import largest_error
 
 
 def inputs(shape, outputs):
@@ -74,12 +73,17 @@ def test_shards_give_what_one_device_gives(shape, expand_time, width, mesh, inte
     assert not jnp.any(got[:, :, :, real:])
 
 
-@pytest.mark.parametrize("frames", [1, 2])
-@pytest.mark.slow_cases("2")
-def test_shards_have_the_gradients_of_one_device(frames, interpreted_on_mesh):
-    operands = inputs((1, frames, 4 // frames, 20, 16), 16)
-    alone = functools.partial(upsample, expand_time=True, first_frame_alone=frames == 1)
-    check_gradients(alone, on_mesh(alone, 5, 8, 1, 4), operands, real=40)
+@pytest.mark.slow
+def test_shards_have_the_gradients_of_one_device(interpreted_on_mesh):
+    operands = inputs((1, 2, 2, 20, 16), 16)
+
+    def loss(operands, run):
+        y = run(*operands, expand_time=True)[:, :, :, :40].astype(jnp.float32)
+        return jnp.sum(y * jnp.cos(jnp.arange(y.size)).reshape(y.shape))
+
+    want, found = (jax.grad(loss)(operands, run) for run in (upsample, on_mesh(upsample, 5, 8, 1, 4)))
+    for got, wanted in zip(found, want, strict=True):
+        assert largest_error(got, wanted) < 0.02
 
 
 @pytest.mark.parametrize(("width", "bands"), [(360, 8), (1200, 4), (2400, 2), (3200, None)])
@@ -97,11 +101,8 @@ def test_an_image_is_cut_into_as_many_bands_as_fit_into_vmem(width, bands):
         ("v6e:1x1", 8, False, 256, 256, 45, False),
         ("v6e:1x1", 8, False, 128, 128, 161, True),
         ("v6e:1x1", 4, True, 256, 128, 45, True),
-        ("v6e:1x1", 2, False, 128, 128, 45, True),
-        ("v5e:1x1", 4, False, 128, 128, 45, False),
-        ("v5p:2x2x1", 2, True, 128, 128, 45, True),
+        ("v5e:1x1", 2, False, 128, 128, 45, True),
         ("v5p:2x2x1", 8, False, 256, 256, 680, True),  # as much VMEM as there is
-        ("tpu7x:2x2x1", 2, True, 256, 128, 45, False),
     ],
 )
 @pytest.mark.slow_cases("v5p*")
@@ -129,17 +130,17 @@ def sums_of(operands):
 
 
 @pytest.mark.parametrize(("height", "width"), [(4, 6), (5, 6), (4, 7), (2, 2), (3, 9)])
-@pytest.mark.parametrize("most", [0, xla.MOST_IN_PATCHES])
+@pytest.mark.parametrize("most", [0, op.MOST_IN_PATCHES])
 def test_an_image_is_halved_as_a_tpu_compiles_fast(height, width, most, monkeypatch, on_tpu):
-    monkeypatch.setattr(xla, "MOST_IN_PATCHES", most)
+    monkeypatch.setattr(op, "MOST_IN_PATCHES", most)
     operands = inputs((1, 1, height, width, 4), 5)
     halve = functools.partial(downsample, compress_time=True, first_frame_alone=True)
     assert ("conv_general_dilated" in str(jax.make_jaxpr(halve)(*operands))) == (most == 0)
-    check_rounded_once(halve(*operands), sums_of(operands))
+    check_rounding(halve(*operands), sums_of(operands).astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize(("frames", "width", "real", "padded"), [(1, 24, 1, 1), (2, 180, 45, 48)])
 def test_shards_are_halved_with_their_neighbours_columns(frames, width, real, padded, interpreted_on_mesh):
     operands = inputs((1, frames, 4, width, 4), 5)
     got = on_mesh(functools.partial(downsample, compress_time=False), real, padded, 1, 4)(*operands)
-    check_rounded_once(got[:, :, :, : width // 2], sums_of(operands))
+    check_rounding(got[:, :, :, : width // 2], sums_of(operands).astype(jnp.bfloat16))
