@@ -58,17 +58,17 @@ def plan_of(*arguments: object):
 def test_a_plan_for_a_tpu_without_one():
     size = ("--frames", 1, "--height", 16, "--width", 24)
     document = plan_of("--model", DEMO_MODEL, *size, "--encode", "--save-hlo", "hlo")
-    (program,), summary, chip = document["programs"], document["summary"], chips.CHIPS["v6e"]
+    (program,), chip = document["programs"], chips.CHIPS["v6e"]
     floor = max(program["flops"] / chip.flops, program["bytes_accessed"] / chip.bandwidth)
-    assert program["floor_s"] == summary["floor_s"] == floor > 0
     # All arrays of so small a model are in VMEM, where the floor counts bytes and the estimate does not.
-    assert program["seconds"] == summary["estimate_s"] == sum(program["shares"].values()) > 0
-    assert program["argument_bytes"] > 0
+    assert program["floor_s"] == floor > 0 < program["seconds"] == sum(program["shares"].values())
+    summary = {"floor_s": floor, "estimate_s": program["seconds"], "fits": True}
+    assert document["summary"] == document["summary"] | summary
     assert document == document | {"topology": "v6e:1x1", "format": FORMAT, "counts": [1]}
-    assert summary["fits"] is True
     assert "estimated_cycles" in Path("hlo/encode_first.hlo.txt").read_text()
 
 
+@pytest.mark.slow
 def test_two_processes_plan_at_once():
     chips.topology_devices("v6e:1x1")  # libtpu is this process's from here on
     environment = {name: value for name, value in os.environ.items() if name != "ALLOW_MULTIPLE_LIBTPU_LOAD"}
@@ -76,17 +76,16 @@ def test_two_processes_plan_at_once():
     subprocess.run([sys.executable, "-c", other], env=environment, check=True, timeout=120)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.slow_cases("2")
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_an_empty_directory")
-def test_a_plan_for_this_machine(capsys, tp):
+def test_a_plan_for_this_machine(capsys):
     arguments = ("--model", DEMO_MODEL, "--frames", 1, "--height", 40, "--width", 32)
-    document = plan_of(*arguments, "--platform", "cpu", "--tp", tp, "--json")
+    document = plan_of(*arguments, "--platform", "cpu", "--tp", 2, "--json")
     assert json.loads(capsys.readouterr().out) == document
     (program,) = document["programs"]
     assert (document["summary"]["chunks"], document["counts"], program["flops"] > 0) == (1, [1], True)
     assert not document["summary"].keys() & {"floor_s", "estimate_s"}, "a CPU has no published peaks"
-    assert ("collective-permute" in program["collectives"]) == (tp == 2)
+    assert "collective-permute" in program["collectives"]
 
 
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype:UserWarning")  # diffusers' own, on JAX
@@ -99,7 +98,7 @@ def test_a_plan_for_this_machine(capsys, tp):
         ("flax", "decode", 2),
     ],
 )
-@pytest.mark.slow_cases(but=["flax-encode-1"])
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_an_empty_directory")
 def test_the_other_backends_are_planned_too(model_directory, backend, kind, tp):
     options = ("--platform", "cpu", "--dtype", "float32", "--frames", 9, "--height", 16, "--width", 16)
@@ -113,17 +112,6 @@ def test_the_other_backends_are_planned_too(model_directory, backend, kind, tp):
         most = 2.25 if backend == "torchax-stock" else 1.01
         assert 0.99 < got["flops"] / want["flops"] < most
         assert got["argument_bytes"] == pytest.approx(want["argument_bytes"], rel=0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("in_an_empty_directory")
-def test_a_plan_in_tiles_compiles_one_tile(model_directory):
-    arguments = ("--model", model_directory, "--frames", 1, "--platform", "cpu")
-    tile = plan_of(*arguments, "--height", 64, "--width", 96, "--tiling", "32x48")
-    alone = plan_of(*arguments, "--height", 32, "--width", 48)
-    assert tile["programs"][0]["flops"] == alone["programs"][0]["flops"]
-    # Steps of int(4 * 5 / 6) = 3 of 8 rows and int(6 * 4 / 5) = 4 of 12 columns, in latent pixels.
-    assert (tile["summary"]["tiles"], alone["summary"]["tiles"]) == (9, 1)
 
 
 def test_a_video_that_does_not_fit_is_told_what_fits(model_directory, monkeypatch):
@@ -155,11 +143,9 @@ def test_a_video_that_does_not_fit_is_told_what_fits(model_directory, monkeypatc
     assert larger == ("--topology v6e:1x2 --dp 1 --tp 2", weights + whole)
     on_two = found(weights + whole // 2, "--topology", "v6e:1x2", "--dp", "2")
     assert on_two["--topology v6e:2x2 --dp 2 --tp 2"] == weights + whole // 2
-    in_other_grids = ("--topology", "v5p:2x2x1")
-    (only_tiles,) = found(weights + whole, *in_other_grids)
-    assert only_tiles == tiles[0]
+    assert [*found(weights + whole, "--topology", "v5p:2x2x1")] == [tiles[0]], "not flat: no larger slice"
     # There is room for one latent pixel by two, which is no tile.
-    assert found(weights + 2 * 4 * 8, *in_other_grids) == {}
+    assert found(weights + 2 * 4 * 8, "--topology", "v5p:2x2x1") == {}
 
 
 @pytest.mark.usefixtures("in_an_empty_directory")
@@ -167,11 +153,9 @@ def test_a_gpu_that_is_not_there_is_planned_for_without_a_floor(monkeypatch):
     asked = mock.Mock(return_value=mock.Mock(devices=jax.devices("cpu")[:1]))
     monkeypatch.setattr(topologies, "get_topology_desc", asked)
     monkeypatch.setattr(chips, "installed", lambda package: "1.0")
-    compile_afresh = programs.compile_afresh
-    uncounted = {"cost_analysis.return_value": None}  # a GPU's compiler counts no work
-    monkeypatch.setattr(
-        programs, "compile_afresh", lambda lowered: mock.Mock(wraps=compile_afresh(lowered), **uncounted)
-    )
+    # A GPU's compiler counts no work.
+    compiled = mock.Mock(wraps=jax.jit(jnp.sin).lower(1.0).compile(), **{"cost_analysis.return_value": None})
+    monkeypatch.setattr(programs, "compile_afresh", lambda lowered: compiled)
     size = ("--frames", 1, "--height", 16, "--width", 16)
     summary = plan_of("--model", DEMO_MODEL, "--topology", "l4", *size)["summary"]
     assert "core_count: 58 fpus_per_core: 128 " in asked.call_args.kwargs["target_config"]
@@ -204,10 +188,9 @@ def test_attention_is_planned_as_the_gpu_chooses_it(monkeypatch, capability, cha
 
 
 def test_a_hollow_model_has_shapes_and_no_weights():
-    vae = videos.weightless_vae("5b", torch.bfloat16)
-    assert sum(parameter.numel() for parameter in vae.parameters()) == 215_583_907
-    assert all(parameter.device.type == "meta" for parameter in vae.parameters())
-    assert videos.weightless_vae("1.5-5b", torch.bfloat16).config["invert_scale_latents"]
+    parameters = [*videos.weightless_vae("5b", torch.bfloat16).parameters()]
+    assert sum(parameter.numel() for parameter in parameters) == 215_583_907
+    assert {parameter.device.type for parameter in parameters} == {"meta"}
 
 
 @pytest.mark.parametrize(
