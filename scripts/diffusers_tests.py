@@ -34,7 +34,7 @@ def swap(place: str) -> None:
     from cogvideox_torchax import AutoencoderKLCogVideoX
     from cogvideox_torchax.pipelines.call import PIPELINES
 
-    vars(diffusers)["AutoencoderKLCogVideoX"] = AutoencoderKLCogVideoX
+    diffusers.__dict__["AutoencoderKLCogVideoX"] = AutoencoderKLCogVideoX
     if place == "torch":
         return
     for kind in PIPELINES:
