@@ -54,7 +54,10 @@ class LoadPipeline(Node):
                 "model": ("STRING", {"default": "zai-org/CogVideoX-5b"}),
                 "dtype": (DTYPES, {"default": "bfloat16"}),
                 "dp": ("INT", {**devices, "tooltip": "2 runs the two passes of guidance side by side"}),
-                "tp": ("INT", {**devices, "tooltip": "devices that share a pass; dp x tp devices in all"}),
+                "tp": (
+                    "INT",
+                    {**devices, "min": 0, "tooltip": "devices that share a pass; 0 for all, for cfg 1"},
+                ),
             },
             "optional": {
                 "offload": (
@@ -65,9 +68,10 @@ class LoadPipeline(Node):
         }
 
     def load(self, model: str, dtype: str, dp: int, tp: int, offload: bool = False) -> tuple[Any, Any]:
-        from cogvideox_torchax import load_pipeline, make_mesh
+        from cogvideox_torchax import describe, load_pipeline, make_mesh
 
-        mesh = make_mesh(dp, tp) if dp * tp > 1 else None
+        heads = describe(model, clip=False).transformer["num_attention_heads"]
+        mesh = make_mesh(dp, tp or None, heads=heads) if dp * tp != 1 else None
         pipeline = load_pipeline(model, mesh=mesh, offload=offload, dtype=getattr(torch, dtype))
         return (pipeline, pipeline.vae)
 

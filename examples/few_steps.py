@@ -25,7 +25,9 @@ def main() -> None:
     parser.add_argument("--model", default="zai-org/CogVideoX-2b", help="a directory or a hub id")
     parser.add_argument("--lora", default="Luo-Yihong/TDM_CogVideoX-2B_LoRA", help="a directory or a hub id")
     parser.add_argument("--file", help="of the LoRA, where its directory has several")
-    parser.add_argument("--tp", type=int, help="devices that share a pass, such as 6; None for all")
+    parser.add_argument(
+        "--tp", type=int, help="devices that share a pass; None for all that divide the heads"
+    )
     parser.add_argument("--frames", type=int, default=49, help="of the video")
     parser.add_argument("--steps", type=int, default=4, help="denoising steps")
     parser.add_argument("--seed", type=int, default=0, help="of the noise")
@@ -36,7 +38,8 @@ def main() -> None:
     pipe.load_lora_weights(args.lora, weight_name=args.file)
     pipe.fuse_lora()  # into the weights, so it costs no time
     pipe.unload_lora_weights()
-    port(pipe, mesh=make_mesh(dp=1, tp=args.tp))  # without guidance there is nothing for dp to split
+    heads = pipe.transformer.config.num_attention_heads
+    port(pipe, mesh=make_mesh(dp=1, tp=args.tp, heads=heads))  # there is no guidance for dp to split
     made = pipe(
         args.prompt,
         num_frames=args.frames,

@@ -454,7 +454,10 @@ def main() -> None:
     parser.add_argument("--model", default=str(TINY_PIPELINE), help="a directory or a hub id")
     parser.add_argument("--sizes", nargs="+", help="FRAMESxHEIGHTxWIDTH; None for the model's")
     parser.add_argument("--dp", type=int, default=1, help="mesh: devices for the two passes of guidance")
-    parser.add_argument("--tp", type=int, default=1, help="mesh: devices for one pass")
+    parser.add_argument(
+        "--tp", type=int, help="mesh: devices for one pass; None for 1, or without guidance for all"
+    )
+    parser.add_argument("--guidance-scale", type=float, help="1 for none; None for the pipeline's own")
     parser.add_argument("--offload", action="store_true", help="keep weights on the host between uses")
     parser.add_argument("--fps", type=float, default=8, help="frames a second: 8, or 16 for CogVideoX 1.5")
     parser.add_argument("--queue", type=int, default=8, help="videos that may wait")
@@ -467,13 +470,15 @@ def main() -> None:
             raise ValueError("COGVIDEOX_TORCHAX_TOKEN has characters that a header cannot have: use ASCII")
         model = describe(args.model, image=False, clip=False)
         sizes = {size: astuple(Bucket.parse(size)) for size in args.sizes or ["x".join(map(str, model.size))]}
-        mesh = make_mesh(args.dp, args.tp)
+        tp = args.tp or (None if (args.guidance_scale or 6) <= 1 else 1)
+        mesh = make_mesh(args.dp, tp, heads=model.transformer["num_attention_heads"])
         for size in sizes.values():  # before minutes of loading
             check_size(model, *size)
         pipe = load_pipeline(args.model, mesh=mesh, offload=args.offload)
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     pipe.set_progress_bar_config(disable=True)
+    guidance = {} if args.guidance_scale is None else {"guidance_scale": args.guidance_scale}
     if bundled := args.model == str(TINY_PIPELINE):
         print(f"the small bundled pipeline knows prompts such as: {TINY_PROMPT}", flush=True)
     with tempfile.TemporaryDirectory() as directory:
@@ -486,7 +491,7 @@ def main() -> None:
             token=token,
             model=os.path.basename(os.path.abspath(args.model)),
             host=args.host,
-            sampling=TINY_SAMPLING if bundled else SAMPLING,
+            sampling=(TINY_SAMPLING if bundled else SAMPLING) | guidance,
         )
         uvicorn.run(
             app, host=args.host, port=args.port, log_level="warning", timeout_graceful_shutdown=SHUTDOWN

@@ -26,7 +26,9 @@ def choose_mesh(args: argparse.Namespace, *, guided: bool, heads: int) -> None:
     if not (args.dp or args.tp or args.distributed or guided) and args.ray is None:
         import jax
 
-        args.tp = max(tp for tp in range(1, jax.local_device_count() + 1) if heads % tp == 0)
+        from cogvideox_torchax import sharding
+
+        args.tp = sharding.make_mesh(heads=heads, devices=jax.local_devices()).shape["tp"]
     args.dp, args.tp = args.dp or 1, args.tp or (None if args.distributed and not args.prompts else 1)
 
 

@@ -14,15 +14,22 @@ Parallel = Literal["context", "tensor"]
 
 
 def make_mesh(
-    dp: int | None = None, tp: int | None = None, *, guided: bool = False, devices: Any = None
+    dp: int | None = None,
+    tp: int | None = None,
+    *,
+    guided: bool = False,
+    heads: int | None = None,
+    devices: Any = None,
 ) -> Mesh:
     """Make a mesh with the axes "dp" and "tp", for `port(..., mesh=mesh)`.
 
     Args:
         dp: number of devices that split a batch; None for 1, or with guidance for 2 where there are as many.
-        tp: number of devices that split a width; None for all devices over `dp`.
+        tp: number of devices that split a width; None for all devices over `dp`, or with `heads` for as many of
+            them as divide these.
         guided: whether a pipeline is called with classifier-free guidance, so that each video is twice in a
             batch. Without it the devices of an axis "dp" would do the same work.
+        heads: number of the transformer's attention heads, `config["num_attention_heads"]`.
         devices: devices in order, of which the first dp * tp are used; None for `jax.devices()`.
 
     Raises:
@@ -38,6 +45,8 @@ def make_mesh(
             f"got dp={dp} for {devices.size} devices: it does not divide them; pass tp, or a dp of "
             f"{[divisor for divisor in range(1, devices.size + 1) if devices.size % divisor == 0]}"
         )
+    if tp is None and heads:
+        tp = max(size for size in range(1, devices.size // dp + 1) if heads % size == 0)
     tp_size = devices.size // dp if tp is None else tp
     size = dp * tp_size
     if size > devices.size:

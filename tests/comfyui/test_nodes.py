@@ -228,10 +228,11 @@ def test_what_a_model_cannot_sample_is_refused_in_one_line(nodes, loaded, kind, 
 
 
 @pytest.mark.usefixtures("torchax_off")
-def test_the_pipeline_and_its_vae_are_split_over_dp_and_tp(nodes, saved):
-    pipeline, vae = results(nodes, "LoadPipeline", model=saved(), dtype="bfloat16", dp=2, tp=4)
+@pytest.mark.parametrize(("dp", "tp", "mesh"), [(2, 4, (2, 4)), (1, 0, (1, 8))])
+def test_the_pipeline_and_its_vae_are_split_over_dp_and_tp(nodes, saved, dp, tp, mesh):
+    pipeline, vae = results(nodes, "LoadPipeline", model=saved(), dtype="bfloat16", dp=dp, tp=tp)
     assert vae is pipeline.vae
-    assert {tuple(part.mesh.shape.values()) for part in (pipeline.transformer, vae)} == {(2, 4)}
+    assert {tuple(part.mesh.shape.values()) for part in (pipeline.transformer, vae)} == {mesh}
     assert (pipeline.transformer.dtype, vae.dtype) == (torch.bfloat16, torch.bfloat16)
 
 

@@ -551,7 +551,7 @@ def started(monkeypatch, pipe, native_vae):
         server.main()
         return found[0]
 
-    monkeypatch.setattr(serve, "load_pipeline", lambda *_, **__: blank)
+    monkeypatch.setattr(serve, "load_pipeline", lambda *_, mesh, **__: setattr(blank, "mesh", mesh) or blank)
     vae_class = SimpleNamespace(from_pretrained=lambda *_, **__: native_vae)
     monkeypatch.setattr(stream_to_browser, "AutoencoderKLCogVideoX", vae_class)
     monkeypatch.setattr(native_vae, "to", lambda _: native_vae)
@@ -571,6 +571,16 @@ def test_a_model_is_served_at_its_size_by_its_name_and_the_bundled_one_in_its_wa
     assert f"<option>{'9x64x96' if bundled else '5x8x16'}</option>" in page
     name = given.rpartition("/")[2]
     assert made == (["tiny-pipeline", "96x64", 20, 1.5] if bundled else [name, "16x8", 50, None])
+
+
+@pytest.mark.parametrize(("scale", "mesh"), [("1", (1, 8)), ("3", (1, 1))])
+def test_without_guidance_all_devices_share_a_pass(started, saved, scale, mesh):
+    def meshed(client):
+        wait(client, ask(client, "a panda"), status="completed")
+        return tuple(client.gated.mesh.shape.values()), client.gated.options["guidance_scale"]
+
+    found = started(serve, "--model", saved(), "--guidance-scale", scale, find=meshed)
+    assert found == (mesh, float(scale))
 
 
 @pytest.mark.parametrize("server", [serve, stream_to_browser])
