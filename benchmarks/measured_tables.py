@@ -6,7 +6,9 @@ from typing import Any
 from benchmarks import runs
 from benchmarks.pages import RESULTS, ROOT, estimate, kept
 from benchmarks.report import beside
-from cogvideox_torchax.files.reports import load, pyplot, save_figure, table
+from cogvideox_torchax.files.extras import needing
+from cogvideox_torchax.files.reports import load, table
+from cogvideox_torchax.files.whole import whole_file
 
 PANELS = {
     # kind of curves of memory: label of its axis
@@ -121,7 +123,10 @@ def memory() -> str:
 
 
 def plot_memory() -> None:
-    figure, axes = pyplot().subplots(1, len(PANELS), figsize=(4.5 * len(PANELS), 4))
+    with needing("plots", "drawing needs matplotlib"):
+        import matplotlib.pyplot
+    matplotlib.use("Agg")  # which draws without a display
+    figure, axes = matplotlib.pyplot.subplots(1, len(PANELS), figsize=(4.5 * len(PANELS), 4))
     for axis, (kind, label) in zip(axes, PANELS.items(), strict=True):
         for curve in kept("memory")[kind]:
             places = [
@@ -131,7 +136,8 @@ def plot_memory() -> None:
         axis.set(xlabel=label, ylabel="MiB over a video of one frame", ylim=(0, None))
         axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)  # above the curves
     figure.tight_layout()
-    save_figure(figure, ROOT / "docs" / "images" / "memory.png")
+    with whole_file(ROOT / "docs" / "images" / "memory.png") as temporary:
+        figure.savefig(temporary, dpi=110, format="png")
 
 
 # Compiling

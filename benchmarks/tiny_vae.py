@@ -68,8 +68,8 @@ def measured() -> list[dict[str, Any]]:
         backend = backends.backend(name).load(str(DEMO_MODEL), torch.float32)
         for (case, (file, start, height, width)), count in itertools.product(CASES.items(), FRAMES):
             size = video.Framing(height, width)
-            frames = video.read_frames(CLIPS / file, size, start + count)
-            source = torch.stack(list(itertools.islice(frames, start, None)), dim=2)
+            frames = itertools.islice(video.Video(CLIPS / file).frames(at_most=start + count), start, None)
+            source = torch.stack([video.framed(frame, size) for _, frame in frames], dim=2)
             with torch.no_grad():
                 moments = backend.run(ENCODE, from_uint8(source, "float32"))
                 got = to_uint8(backend.run(DECODE, moments.chunk(2, 1)[0]))  # decodes the mean

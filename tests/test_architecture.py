@@ -51,7 +51,7 @@ OWNERS = {
     "torchax": ("cogvideox_torchax.runtime",),
     "flax": ("cogvideox_torchax.vae.nnx",),
     "av": ("cogvideox_torchax.files.video",),
-    "matplotlib": ("cogvideox_torchax.files.reports",),
+    "matplotlib": ("benchmarks.measured_tables",),
     "filelock": ("cogvideox_torchax.files.whole",),
     "pyarrow": ("cogvideox_torchax.dataset.formats",),
     "webdataset": ("cogvideox_torchax.dataset.formats",),

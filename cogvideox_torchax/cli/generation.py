@@ -494,9 +494,9 @@ def _inputs(request: Request, kind: str) -> dict[str, Any]:
 
     def clip() -> list[Any]:
         framing = video.Framing(request.height, request.width)
-        frames = video.read_frames(str(request.video), framing, request.frames)
+        frames = video.Video(str(request.video)).frames(at_most=request.frames)
         # A frame is (1, 3, H, W) bytes, an image's array (H, W, 3).
-        return [Image.fromarray(frame.squeeze(0).permute(1, 2, 0).numpy()) for frame in frames]
+        return [Image.fromarray(video.framed(each, framing)[0].movedim(0, -1).numpy()) for _, each in frames]
 
     return {
         TEXT: lambda: {"num_frames": request.frames},

@@ -85,9 +85,8 @@ def _write_tar(members: Members, path: Path) -> None:
     options = {"user": "", "group": "", "mode": 0o644, "mtime": 0, "encoder": False}
     with path.open("wb") as file, libraries()[1].TarWriter(file, **options) as tar:
         for index, member in members:
-            data = member.read_bytes()
-            latents = latent_files.loads(data, member)
+            latents = latent_files.load(member)
             fields = {name: latents.fields[name] for name in ("config", "num_frames")}
             description = json.dumps({**latents.about, **fields, "fps": float(latents.fps)}, sort_keys=True)
             texts = {"json": description.encode(), "txt": latents.about["caption"].encode()}
-            tar.write({"__key__": f"{index:08}", "safetensors": data, **texts})
+            tar.write({"__key__": f"{index:08}", "safetensors": member.read_bytes(), **texts})

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load as deserialized
 
 from cogvideox_torchax.files import kinds, reports, tensors
 
@@ -111,43 +110,26 @@ def dumps(latents: Latents) -> bytes:
     return tensors.serialized(latents.tensors, latents.metadata())
 
 
-def load(path: str | Path | bytes) -> Latents:
+def load(source: str | Path | bytes) -> Latents:
     """Read a latent file, by its path or from its bytes.
 
     Raises:
         LatentsError: the file is missing, broken or not of this program.
     """
-    if isinstance(path, bytes):
-        return loads(path, "the file")
-    if not Path(path).is_file():
-        raise LatentsError(f"there is no file {path}")
-    metadata, file_tensors = tensors.load(path, LatentsError)
-    return _latents(path, metadata, file_tensors)
+    metadata, file_tensors = tensors.load(source, LatentsError)
+    name = "the file" if isinstance(source, bytes) else source
+    arguments, tensor = _arguments(name, metadata), file_tensors.get(TENSOR, torch.empty(0))
+    if tensor.ndim != 5 or not tensor.numel() or not tensor.dtype.is_floating_point:
+        raise LatentsError(
+            f"{name} holds {tensor.dtype} of shape {tuple(tensor.shape)}: floats of shape (N, C, T, H, W), "
+            "without an empty axis, are wanted"
+        )
+    return Latents(tensor, **arguments, logvar=file_tensors.get(LOGVAR), sample=file_tensors.get(SAMPLE))
 
 
 def about(path: Path) -> dict[str, Any]:
     """Return the field `about` of a latent file, without reading its tensors."""
     return _arguments(path, tensors.metadata(path, LatentsError))["about"]
-
-
-def loads(data: bytes, name: str | Path) -> Latents:
-    """Return the latents of a latent file from its bytes; errors call the file `name`."""
-    with tensors.readable(name, LatentsError):
-        file_tensors = deserialized(data)
-    # The file begins with the length of its JSON header, in eight bytes; `deserialized` drops the metadata.
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return _latents(name, header.get("__metadata__", {}), file_tensors)
-
-
-def _latents(path: str | Path, metadata: dict[str, str], file_tensors: dict[str, torch.Tensor]) -> Latents:
-    """Return the latents of a file's metadata and tensors; errors call the file `path`."""
-    arguments, tensor = _arguments(path, metadata), file_tensors.get(TENSOR, torch.empty(0))
-    if tensor.ndim != 5 or not tensor.numel() or not tensor.dtype.is_floating_point:
-        raise LatentsError(
-            f"{path} holds {tensor.dtype} of shape {tuple(tensor.shape)}: floats of shape (N, C, T, H, W), "
-            "without an empty axis, are wanted"
-        )
-    return Latents(tensor, **arguments, logvar=file_tensors.get(LOGVAR), sample=file_tensors.get(SAMPLE))
 
 
 def _arguments(path: str | Path, metadata: dict[str, str]) -> dict[str, Any]:

@@ -151,12 +151,9 @@ def saved_from_host(save_pretrained: Callable[..., None]) -> Callable[..., None]
                 f"save_pretrained got weights in {dtype}, which diffusers cannot load as they are here: save "
                 "the model before port"
             )
-        directory = Path(save_directory)
-        old_times = {file: file.stat().st_mtime_ns for file in directory.glob("*.safetensors")}
         save_pretrained(runtime.host_skeleton(model), save_directory, *args, **options)
-        config = directory / "config.json"
-        for file in directory.glob("*.safetensors") if config.exists() else ():
-            if file.stat().st_mtime_ns != old_times.get(file):  # written by this call
-                file.chmod(config.stat().st_mode)
+        config = Path(save_directory) / "config.json"
+        for file in config.parent.glob("*.safetensors") if config.exists() else ():
+            file.chmod(config.stat().st_mode)
 
     return save

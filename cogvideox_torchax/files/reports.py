@@ -1,11 +1,10 @@
-"""Reports: JSON files that name their format, Markdown tables, matplotlib plots, and what commands print."""
+"""Reports: JSON files that name their format, Markdown tables, and what commands print."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.files.extras import needing
 from cogvideox_torchax.files.whole import check_file, whole_file
 
 
@@ -49,21 +48,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
         for line in (head, ["-" * width for width in widths], *rows)
     )
-
-
-def pyplot() -> Any:
-    """Return `matplotlib.pyplot`, set to draw without a display; `ValueError` if it is not installed."""
-    with needing("plots", "drawing needs matplotlib"):
-        import matplotlib.pyplot
-    matplotlib.use("Agg")
-    return matplotlib.pyplot
-
-
-def save_figure(figure: Any, path: Path) -> None:
-    """Write a matplotlib figure as a PNG, whole or not at all, and close it to free its memory."""
-    with whole_file(path) as temporary:
-        figure.savefig(temporary, dpi=110, format="png")
-    pyplot().close(figure)
 
 
 def print_report(report: dict[str, Any], as_json: bool = False) -> None:

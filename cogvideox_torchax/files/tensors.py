@@ -1,12 +1,12 @@
 """Read and write safetensors files of PyTorch tensors."""
 
-import contextlib
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_bytes
+from safetensors.torch import load as deserialized, save as to_bytes
 
 from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.runtime import to_torch
@@ -28,26 +28,31 @@ def save(tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: dict[s
 
 
 def load(
-    path: str | Path, refused: type[ValueError] = ValueError
+    source: str | Path | bytes, refused: type[ValueError] = ValueError
 ) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """Return a safetensors file's metadata and tensors; raise the error class `refused` if it is broken."""
-    # The file is opened once: if another process replaces it, metadata and tensors are of one version.
-    with readable(path, refused), safe_open(path, framework="pt") as file:
-        # `file` is no dict, and can only be iterated over by `keys`.
-        return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    """Return a safetensors file's metadata and tensors, by its path or from its bytes.
+
+    Raise the error class `refused` if it is broken.
+    """
+    try:
+        data = source if isinstance(source, bytes) else Path(source).read_bytes()
+        tensors = deserialized(data)
+    except (SafetensorError, OSError) as error:
+        raise _broken(source, error, refused) from error
+    # The file begins with the length of its JSON header, in eight bytes; `deserialized` drops the metadata.
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return header.get("__metadata__", {}), tensors
 
 
 def metadata(path: str | Path, refused: type[ValueError]) -> dict[str, str]:
     """Return only the metadata of a safetensors file; raise the error class `refused` if it is broken."""
-    # "np": PyTorch is not needed, as no tensor is read.
-    with readable(path, refused), safe_open(path, framework="np") as file:
-        return file.metadata() or {}
-
-
-@contextlib.contextmanager
-def readable(path: str | Path, refused: type[ValueError]) -> Iterator[None]:
-    """Turn safetensors' errors in the `with` block, which reads `path`, into the error class `refused`."""
     try:
-        yield
+        with safe_open(path, framework="np") as file:  # reads no tensor
+            return file.metadata() or {}
     except (SafetensorError, OSError) as error:
-        raise refused(f"{path} is truncated or no safetensors file ({error})") from error
+        raise _broken(path, error, refused) from error
+
+
+def _broken(source: str | Path | bytes, error: Exception, refused: type[ValueError]) -> ValueError:
+    name = "the file" if isinstance(source, bytes) else source
+    return refused(f"{name} is truncated or no safetensors file ({error})")

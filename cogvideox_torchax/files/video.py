@@ -361,48 +361,32 @@ def framing(info: Video, *, multiple: int, height: int | None, width: int | None
         width = max(round(height * info.shape / multiple), 1) * multiple
     elif not crop and width and not height:
         height = max(round(width / info.shape / multiple), 1) * multiple
-    chosen_height, chosen_width = height or info.height, width or info.width
-    if max(chosen_height, chosen_width) > LARGEST:
-        raise VideoError(f"got {chosen_height} x {chosen_width} pixels: give at most {LARGEST} a side")
+    chosen = height or info.height, width or info.width
     # Rounded down to multiples, but not to 0. A crop has this size. Without a crop it only tells whether the
     # chosen sides are multiples.
-    rounded_height, rounded_width = (
-        max(side // multiple * multiple, multiple) for side in (chosen_height, chosen_width)
+    rounded = tuple(max(side // multiple * multiple, multiple) for side in chosen)
+    can_crop = rounded[0] <= info.height and rounded[1] <= info.width
+    advice = "pass --crop for {} x {}, or " if can_crop else "pass "
+    nearest = (max(round(side / multiple), 1) * multiple for side in chosen)
+    faults.refuse(
+        (
+            max(chosen) > LARGEST,
+            "got {} x {} pixels: give at most ".format(*chosen) + f"{LARGEST} a side",
+        ),
+        (
+            crop and not can_crop,
+            f"cannot crop {info.height} x {info.width} pixels to " + "{} x {}".format(*rounded),
+        ),
+        (
+            not crop and chosen != rounded,  # a side is no multiple
+            "{} in {} x {} pixels (height x width): ".format(info.path.name, *chosen)
+            + f"both must be multiples of {multiple}; "
+            + advice.format(*rounded)
+            + "--height {} --width {} to resize".format(*nearest),
+        ),
+        error=VideoError,
     )
-    can_crop = rounded_height <= info.height and rounded_width <= info.width
-    if crop:
-        if not can_crop:
-            raise VideoError(
-                f"cannot crop {info.height} x {info.width} pixels to {rounded_height} x {rounded_width}"
-            )
-        return Framing(rounded_height, rounded_width, crop=True)
-    if (chosen_height, chosen_width) != (rounded_height, rounded_width):  # a side is no multiple
-        nearest = (max(round(side / multiple), 1) * multiple for side in (chosen_height, chosen_width))
-        raise VideoError(
-            f"{info.path.name} in {chosen_height} x {chosen_width} pixels (height x width): both must be "
-            f"multiples of {multiple}; pass "
-            + (f"--crop for {rounded_height} x {rounded_width}, or " if can_crop else "")
-            + "--height {} --width {} to resize".format(*nearest)
-        )
-    return Framing(chosen_height, chosen_width)
-
-
-def read_frames(source: Source, size: Framing, count: int) -> Iterator[torch.Tensor]:
-    """Yield the first `count` frames of a video as uint8 (1, 3, H, W), upright, one at a time.
-
-    Args:
-        source: path or bytes of the video file.
-        size: the size that frames are brought to, and the way.
-        count: number of frames.
-
-    Raises:
-        VideoError: the file cannot be read, ends before the last frame, or has frames of several sizes.
-    """
-    video = Video(source)
-    for _, frame in video.frames(at_most=count):
-        yield framed(frame, size)
-    if video.num_frames < count:
-        raise VideoError(f"{video.path} has {video.num_frames} frames, {count} are wanted")
+    return Framing(*rounded, crop=crop)
 
 
 def read_image(path: str | Path) -> Any:
@@ -516,27 +500,20 @@ def _pictures(path: Path, fps: Fraction) -> Iterator[Callable[[np.ndarray], None
 def _mp4(path: Path, fps: Fraction) -> Iterator[Callable[[np.ndarray], None]]:
     """Write an .mp4 of H.264 in yuv420p, which every player shows; its loss of quality is hardly seen."""
     av, stream = _av(), None
-    container = av.open(str(path), "w", format="mp4")
+    with av.open(str(path), "w", format="mp4") as container:
 
-    def write(pixels: np.ndarray) -> None:
-        nonlocal stream
-        stream = stream or _h264_stream(container, fps, *pixels.shape[:2])
-        frame = av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(
-            format="yuv420p",
-            dst_colorspace=stream.codec_context.colorspace,
-            dst_color_range=LIMITED_RANGE,
-        )
-        container.mux(stream.encode(frame))
+        def write(pixels: np.ndarray) -> None:
+            nonlocal stream
+            stream = stream or _h264_stream(container, fps, *pixels.shape[:2])
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(
+                format="yuv420p",
+                dst_colorspace=stream.codec_context.colorspace,
+                dst_color_range=LIMITED_RANGE,
+            )
+            container.mux(stream.encode(frame))
 
-    try:
         yield write
         container.mux(stream.encode(None) if stream else ())  # the frames that x264 holds back
-        container.close()
-    finally:
-        # Closing writes the file's end, which fails if a frame failed: the frame's error is to be reported.
-        # After a success the container is closed already.
-        with contextlib.suppress(av.error.FFmpegError):
-            container.close()
 
 
 def _h264_stream(container: Any, fps: Fraction, height: int, width: int) -> Any:

@@ -25,8 +25,8 @@ def make_mesh(
 
     Args:
         dp: number of devices that split a batch; None for 1, or with guidance for 2 where there are as many.
-        tp: number of devices that split a width; None for all devices over `dp`, or with `heads` for as many of
-            them as divide these.
+        tp: number of devices that split a width; None for all devices over `dp`, or with `heads` for as many
+            of them as divide these.
         guided: whether a pipeline is called with classifier-free guidance, so that each video is twice in a
             batch. Without it the devices of an axis "dp" would do the same work.
         heads: number of the transformer's attention heads, `config["num_attention_heads"]`.

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from cogvideox_torchax import cli, port
 from cogvideox_torchax.cli import common, devices, generation, prompts
-from cogvideox_torchax.files import latents, video
+from cogvideox_torchax.files import latents
 from cogvideox_torchax.pipelines import description, loading
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
 from cogvideox_torchax.vae.directions import DECODE
@@ -24,7 +24,7 @@ from tests import small_pipelines
 from tests.dataset.test_killed import KILLED
 from tests.files.test_latents import MADE
 from tests.processes import printed_by, run_python
-from tests.videos import moving_frames, write
+from tests.videos import moving_frames, read_all, write
 
 pytestmark = pytest.mark.usefixtures("torchax_off", "in_an_empty_directory", "inputs")
 
@@ -413,10 +413,7 @@ def test_a_file_of_prompts_makes_what_single_runs_make_and_goes_on_where_it_was(
         ("00004", ["--prompt", "an egg", "--negative-prompt", "a cat", "--seed", 3005]),
     ):
         assert generate(models("text"), *options, "--num-inference-steps", 2, output=f"{name}-alone.mp4") == 0
-        one, other = (
-            torch.cat(list(video.read_frames(path, video.Framing(8, 16), 5))).int()
-            for path in (f"out/{name}.mp4", f"{name}-alone.mp4")
-        )
+        one, other = (read_all(path).int() for path in (f"out/{name}.mp4", f"{name}-alone.mp4"))
         assert (one - other).abs().max() <= 2
     # Another order of work, in two processes, with one video of the three to make again, and one edited.
     Path("out/sea.mp4").unlink()

@@ -178,17 +178,12 @@ def write_shards(path):
     packing.pack(clips, path, path.stem)
 
 
-def write_figure(path):
-    reports.save_figure(reports.pyplot().figure(figsize=(2, 1)), path)
-
-
 WRITERS = {
     "clip.mp4": write_video,
     "clip.gif": write_video,
     "frames": write_video,
     "z.safetensors": lambda path: latents.save(MADE, path),
     "report.json": lambda path: reports.write_json(path, {"text": "x" * 9999}),
-    "figure.png": write_figure,
     "parquet": write_shards,
     "webdataset": write_shards,
 }
