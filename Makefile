@@ -1,4 +1,4 @@
-# make demo    the main jobs: a prompt to a video, a real clip to latents and back; pictures in out/, and a table
+# make demo    the main jobs: a prompt to a video, a real clip to latents and back; videos in out/, and a table
 # make demo PROMPT="a green square grows on a white background"    the same, of another prompt
 # make test    the tests, without those marked slow: some minutes on two cores
 # make test-all    the slow ones too; of builds, meshes, lengths and caches some pairs, not their whole products

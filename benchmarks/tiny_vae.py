@@ -15,11 +15,12 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import torch
+from PIL import Image
 
 from benchmarks.pages import DEMO_MODEL, ROOT, keep
 from cogvideox_torchax import backends
 from cogvideox_torchax.files import video
-from cogvideox_torchax.files.sheets import contact_sheet
+from cogvideox_torchax.files.sheets import amplified_difference
 from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.vae.directions import DECODE, ENCODE
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
@@ -61,6 +62,14 @@ def measure(source: torch.Tensor, got: torch.Tensor) -> dict[str, Any]:
     }
 
 
+def contact_sheet(source: torch.Tensor, result: torch.Tensor) -> Any:
+    """Return a picture of three frames, uint8 (1, 3, T, H, W), with amplified differences below."""
+    last = source.shape[2] - 1
+    rows = torch.cat([source, result, amplified_difference(source, result)])[:, :, [0, last // 2, last]]
+    # (rows, 3, columns, H, W) to (rows * H, columns * W, 3).
+    return Image.fromarray(rows.permute(0, 3, 2, 4, 1).flatten(2, 3).flatten(0, 1).contiguous().numpy())
+
+
 def measured() -> list[dict[str, Any]]:
     """Return the errors of each backend, for every case and length; draw the first of `SHOWN`."""
     found = []
@@ -77,7 +86,7 @@ def measured() -> list[dict[str, Any]]:
             print(found[-1], flush=True)
             if case == SHOWN and count == FRAMES[0] and name == BACKENDS[0]:
                 with whole_file(PICTURE) as temporary:
-                    contact_sheet(source, got, columns=3).save(temporary, "PNG")
+                    contact_sheet(source, got).save(temporary, "PNG")
     return found
 
 

@@ -165,7 +165,7 @@ _many = functools.partial(Option, group="many prompts")
 COMMANDS = {
     "doctor": Command("show versions and devices, and what is missing", "", (options.JSON,)),
     "demo": Command(
-        "make a video of a prompt, encode and decode a real clip, write pictures and a table",
+        "make a video of a prompt, encode and decode a real clip, write videos and a table",
         "my.mp4 --model zai-org/CogVideoX-5b --frames 17 --height 240 --width 360",
         (
             Option(
@@ -454,6 +454,10 @@ def check(args: argparse.Namespace) -> None:
     # A profile would start JAX, which processes must not do before they connect.
     both = args.distributed and "profile" in given
     faults.refuse(
+        (
+            {"process", "processes"} <= given.keys() and args.process not in range(args.processes),
+            f"got --process {args.process} of --processes {args.processes}: count from 0 on",
+        ),
         (both, "--profile records a single process: leave out --distributed"),
         *(mesh_fault(args, name) for name in ("dp", "tp")),
         *(

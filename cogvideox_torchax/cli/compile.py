@@ -1,6 +1,7 @@
 """`compile`: fill the compile cache for given sizes, so that the first request finds its programs there."""
 
 import argparse
+import collections
 import contextlib
 import functools
 import sys
@@ -50,12 +51,11 @@ def _generate(args: argparse.Namespace, frames: int, height: int, width: int) ->
     """Generate a video in two steps, by the command `generate`: more steps need no other programs."""
     from cogvideox_torchax import cli
 
-    words = {"frames": frames, "height": height, "width": width, "dp": args.dp or 1, "tp": args.tp or 1}
-    words |= {"model": args.model, "dtype": args.dtype, "num-inference-steps": 2, "prompt": "a cat"}
-    given = [word for name, value in words.items() if value for word in (f"--{name}", str(value))]
+    given = ["generate", "--prompt", "a cat", "--num-inference-steps", "2", "--quiet", "-o"]
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(sys.stderr):
-        output = str(Path(directory) / "compiled.mp4")
-        generating = cli.parser().parse_args(["generate", *given, "--quiet", "-o", output])
+        generating = cli.parser().parse_args([*given, str(Path(directory) / "compiled.mp4")])
+        vars(generating).update(frames=frames, height=height, width=width, model=args.model)
+        vars(generating).update(dtype=args.dtype, dp=args.dp or 1, tp=args.tp or 1)
         generate.run(generating)
 
 
@@ -78,5 +78,4 @@ def _run_every_program(vae: Any, direction: Direction, frames: int, height: int,
         else:
             output_dtype = dtype if dtype == torch.uint8 else None  # None is the model's dtype
             results = vae.decode_stream(torch.zeros(shape, dtype=vae.dtype), output_dtype=output_dtype)
-        for _ in results:  # a chunk is computed when its result is taken
-            pass
+        collections.deque(results, maxlen=0)  # a chunk is computed when its result is taken

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from cogvideox_torchax.dataset import directory
 from cogvideox_torchax.dataset.clip import local_mesh
-from cogvideox_torchax.dataset.directory import ProcessShard
 from cogvideox_torchax.files import video
 
 _OWN = {"coordinator", "processes", "process", "timeout", "quiet", "json", "traceback"}
@@ -23,18 +23,15 @@ def choose_mesh(args: argparse.Namespace, *, guided: bool, heads: int) -> None:
     Then "dp" would have nothing to split, and all devices that divide the transformer's `heads` are "tp". Of
     several processes that make one video together, all devices are "tp" in any case.
     """
-    if not (args.dp or args.tp or args.distributed or guided) and args.ray is None:
-        import jax
-
-        from cogvideox_torchax import sharding
-
-        args.tp = sharding.make_mesh(heads=heads, devices=jax.local_devices()).shape["tp"]
-    args.dp, args.tp = args.dp or 1, args.tp or (None if args.distributed and not args.prompts else 1)
+    share_a_pass = not (args.dp or guided or args.distributed) and args.ray is None
+    of_all_processes = args.distributed and not args.prompts
+    args.dp, args.tp = args.dp or 1, args.tp or (None if share_a_pass or of_all_processes else 1)
+    args.heads = heads
 
 
 def mesh_of(args: argparse.Namespace) -> Any:
     """Return the mesh that `--dp` and `--tp` ask for, or None for one device; `ValueError` if none fits."""
-    return local_mesh(args.dp, args.tp)
+    return local_mesh(args.dp, args.tp, args.heads)
 
 
 @dataclass(frozen=True)
@@ -73,23 +70,21 @@ def process_group(args: argparse.Namespace) -> Iterator[ProcessGroup]:
 
 
 @contextlib.contextmanager
-def share_of_this_process(args: argparse.Namespace) -> Iterator[ProcessShard]:
+def share_of_this_process(args: argparse.Namespace) -> Iterator[slice]:
     """Yield this process's share of many clips, which the processes of a command divide.
 
     With `--process` and `--processes` but no `--coordinator` the processes work without a connection.
     `ValueError` if there is no such `--process`, or processes cannot connect.
     """
     if not args.distributed:
-        yield ProcessShard()
+        yield directory.ALL
     elif args.processes is not None and args.process is not None and args.coordinator is None:
-        if not 0 <= args.process < args.processes:
-            raise ValueError(f"got --process {args.process} of --processes {args.processes}: count from 0 on")
-        yield ProcessShard(args.process, args.processes)
+        yield slice(args.process, None, args.processes)
     else:
         import jax
 
         with _connected(args) as sharding:
-            yield ProcessShard(jax.process_index(), jax.process_count())
+            yield slice(jax.process_index(), None, jax.process_count())
             sharding.wait_for_all()  # the first process serves the connection of all, and must end last
 
 

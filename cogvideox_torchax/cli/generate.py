@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.cli import common, devices, prompts
-from cogvideox_torchax.cli.generation import FORMAT, SUFFIXES, Generator, Stage, Video, check, request_of
+from cogvideox_torchax.cli.generation import FORMAT, SUFFIXES, Generator, Stage, check, request_of
 from cogvideox_torchax.files import reports, video, whole
 from cogvideox_torchax.pipelines import description
 
@@ -31,30 +31,30 @@ def run(args: argparse.Namespace) -> int | None:
 
 def _run_one(args: argparse.Namespace, generate: Generator) -> None:
     """Generate one video, by all processes of the command together."""
-    check(generate.request, generate.model)
-    wanted, until = Video(generate.request, generate.settings, Path(args.output)), generate.until
+    request, until, path = generate.request, generate.until, Path(args.output)
+    check(request, generate.model)
     # Beside the options, which processes compare: all of them have to go on from the same stage.
-    args.begun = wanted.made()
+    args.begun = generate.made(request)
     if args.begun < until:
         video.check_writing(args.output, args.fps)
         for stage in SUFFIXES:
-            whole.check_file(wanted.file(stage))
+            whole.check_file(request.file(stage))
     with (
         devices.process_group(args) as group,
-        whole.locked(f"{wanted.path}.run", wanted.path) if group.is_first else contextlib.nullcontext(),
+        whole.locked(f"{path}.run", path) if group.is_first else contextlib.nullcontext(),
     ):
         clock = common.announcing_clock(args)
         if args.begun < until:
             generate.load(group, args.begun)
-            generate(wanted)
+            generate(request)
     if not group.is_first:
         return
     reached = max(until, args.begun)
-    report: dict[str, Any] = {"output": str(wanted.path if reached == Stage.VIDEO else wanted.file(reached))}
+    report: dict[str, Any] = {"output": str(path if reached == Stage.VIDEO else request.file(reached))}
     if args.begun >= until:
         common.say(f"{report['output']} is there, made by the same request: delete it for another")
     if reached == Stage.VIDEO:
-        asked, made = wanted.request.frames, reports.load(wanted.file(reached), FORMAT)["frames"]
+        asked, made = request.frames, reports.load(request.file(reached), FORMAT)["frames"]
         report |= {"frames": made, "fps": float(args.fps)}
         if made != asked:
             common.say(f"{asked} frames were asked for, {made} made: {common.LENGTHS_THAT_STAY}")

@@ -59,6 +59,7 @@ class Request:
         strength: share of the steps, and so of the noise, that an input video goes through.
         seed: seed of the noise.
         dtype: name of the dtype of weights and latents.
+        output: path of the video.
     """
 
     prompt: str
@@ -73,6 +74,11 @@ class Request:
     strength: float = 0.8
     seed: int = 0
     dtype: str = "bfloat16"
+    output: str
+
+    def file(self, stage: "Stage") -> Path:
+        """Return the path of a stage's file beside the video; of the video that of its record."""
+        return Path(self.output).with_suffix(SUFFIXES[stage])
 
 
 def request_of(args: argparse.Namespace, model: Model) -> Request:
@@ -91,29 +97,29 @@ def check(request: Request, model: Model) -> None:
     """
     check_inputs(model, image=request.image is not None, clip=request.video is not None)
     check_size(model, request.frames, request.height, request.width)
+    tokenizer, limit = _tokenizer(model.directory / "tokenizer"), model.transformer["max_text_seq_length"]
     texts = {"--prompt": request.prompt, "--negative-prompt": request.negative_prompt}
+    counts = {name: len(tokenizer(text).input_ids) for name, text in texts.items()}
     steps, scale, strength = request.num_inference_steps, request.guidance_scale, request.strength
     faults.refuse(
         (not request.prompt.strip(), "got an empty prompt: say what to show"),
-        (steps < 1, f"got --num-inference-steps {steps}: at least 1"),
         (not math.isfinite(scale), f"got --guidance-scale {scale}: give a number such as 6"),
         (
             request.negative_prompt and scale <= 1,
             f"got --negative-prompt with --guidance-scale {scale}, which does not use it: leave it out, or "
             "give a scale above 1",
         ),
+        *(
+            (count > limit, f"got a {name} of {count} tokens: {model.name} takes {limit}; shorten it")
+            for name, count in counts.items()  # the pipelines would cut it
+        ),
+        (
+            steps_of(request, model) < 1,
+            f"got --strength {strength} with --num-inference-steps {steps}: no step is left of {steps} x "
+            f"{strength}; give more of either",
+        ),
         error=RequestError,
     )
-    for name, text in texts.items():
-        count = len(_tokenizer(model.directory / "tokenizer")(text).input_ids)
-        limit = model.transformer["max_text_seq_length"]
-        if count > limit:  # the pipelines would cut it
-            raise RequestError(f"got a {name} of {count} tokens: {model.name} takes {limit}; shorten it")
-    if steps_of(request, model) < 1:
-        raise RequestError(
-            f"got --strength {strength} with --num-inference-steps {steps}: no step is left of {steps} x "
-            f"{strength}; give more of either"
-        )
     if request.image is not None:
         video.read_image(request.image)  # only for its error: the image is read again when it is used
     if request.video is not None:
@@ -223,53 +229,6 @@ OF_VIDEO = ("tiling", "fps", "output")
 """What the latents do not depend on."""
 
 
-@dataclass(frozen=True)
-class Video:
-    """A video to make, and its files.
-
-    Attributes:
-        request: the request.
-        settings: what the video depends on besides; a `Generator` has them.
-        path: of the video.
-    """
-
-    request: Request
-    settings: dict[str, Any]
-    path: Path
-
-    def file(self, stage: Stage) -> Path:
-        """Return the path of a stage's file beside the video; of the video that of its record."""
-        return self.path.with_suffix(SUFFIXES[stage])
-
-    def depends_on(self, stage: Stage = Stage.VIDEO) -> dict[str, Any]:
-        """Return what a stage depends on, as JSON's values; a hash stands for an image or a clip."""
-        request = self.request
-        found = {
-            **asdict(request),
-            "guided": request.guidance_scale > 1,
-            **self.settings,
-            "output": self.path.name,
-        }
-        found |= {
-            name: hashlib.sha256(Path(found[name]).read_bytes()).hexdigest()
-            for name in ("image", "video")
-            if found[name]
-        }
-        left_out = {Stage.TEXT: found.keys() - OF_TEXT, Stage.LATENTS: OF_VIDEO, Stage.VIDEO: ()}[stage]
-        return {name: value for name, value in found.items() if name not in left_out}
-
-    def made(self) -> Stage:
-        """Return the last stage that is there; `OutputError` for a file that this command has not written."""
-        fitting = [
-            stage
-            for stage in SUFFIXES
-            if self.file(stage).exists() and _request_in(self.file(stage)) == self.depends_on(stage)
-        ]
-        if not self.path.exists():  # a killed run may leave the record alone
-            fitting = [stage for stage in fitting if stage != Stage.VIDEO]
-        return max(fitting, default=Stage.NOTHING)
-
-
 def _request_in(file: Path) -> Any:
     """Return what a record or the file of a stage depends on."""
     try:
@@ -321,6 +280,30 @@ class Generator:
             "tiling": args.tiling,
             "fps": str(args.fps),
         }
+
+    def depends_on(self, request: Request, stage: Stage = Stage.VIDEO) -> dict[str, Any]:
+        """Return what a stage of a video depends on, as JSON's values; a hash stands for an image."""
+        guided, name = request.guidance_scale > 1, Path(request.output).name
+        found = {**asdict(request), "guided": guided, **self.settings, "output": name}
+        found |= {
+            name: hashlib.sha256(Path(found[name]).read_bytes()).hexdigest()
+            for name in ("image", "video")
+            if found[name]
+        }
+        left_out = {Stage.TEXT: found.keys() - OF_TEXT, Stage.LATENTS: OF_VIDEO, Stage.VIDEO: ()}[stage]
+        return {name: value for name, value in found.items() if name not in left_out}
+
+    def made(self, request: Request) -> Stage:
+        """Return the last stage that is there; `OutputError` for a file that this command has not written."""
+        fitting = [
+            stage
+            for stage in SUFFIXES
+            if request.file(stage).exists()
+            and _request_in(request.file(stage)) == self.depends_on(request, stage)
+            # A killed run may leave the record alone.
+            and (stage != Stage.VIDEO or Path(request.output).exists())
+        ]
+        return max(fitting, default=Stage.NOTHING)
 
     def load(self, group: devices.ProcessGroup, begun: Stage) -> None:
         """Load as much of the pipeline as videos need of which the stage `begun` is there.
@@ -387,41 +370,42 @@ class Generator:
             transformer.unload_lora()
         return transformer
 
-    def __call__(self, wanted: Video) -> None:
+    def __call__(self, request: Request) -> None:
         """Make a video, or its stages up to `--until`, from the last stage that is there."""
-        began, made = time.perf_counter(), wanted.made()
+        began, made = time.perf_counter(), self.made(request)
         if made >= self.until:
             return
-        wanted.path.parent.mkdir(parents=True, exist_ok=True)
+        Path(request.output).parent.mkdir(parents=True, exist_ok=True)
         if made == Stage.LATENTS:
-            latents = latent_files.load(wanted.file(Stage.LATENTS))
+            latents = latent_files.load(request.file(Stage.LATENTS))
         else:
-            text = self._encode(wanted) if made == Stage.NOTHING else tensors.load(wanted.file(Stage.TEXT))[1]
+            file = request.file(Stage.TEXT)
+            text = self._encode(request) if made == Stage.NOTHING else tensors.load(file)[1]
             if self.until == Stage.TEXT:
-                self._save(wanted, Stage.TEXT, text, {})
+                self._save(request, Stage.TEXT, text, {})
                 return
-            latents = self._sample(wanted.request, text)
-            self._save(wanted, Stage.LATENTS, latents.tensors, latents.metadata())
-        if self.until == Stage.LATENTS:
-            return
-        self._decode(wanted, latents, began)
+            latents = self._sample(request, text)
+            self._save(request, Stage.LATENTS, latents.tensors, latents.metadata())
+        if self.until == Stage.VIDEO:
+            self._decode(request, latents, began)
 
     def _save(
-        self, wanted: Video, stage: Stage, content: dict[str, torch.Tensor], metadata: dict[str, str]
+        self, request: Request, stage: Stage, content: dict[str, torch.Tensor], metadata: dict[str, str]
     ) -> None:
         if self._group.is_first:
-            tensors.save(content, wanted.file(stage), metadata | {KEY: json.dumps(wanted.depends_on(stage))})
+            depends_on = {KEY: json.dumps(self.depends_on(request, stage))}
+            tensors.save(content, request.file(stage), metadata | depends_on)
 
-    def _encode(self, wanted: Video) -> dict[str, torch.Tensor]:
+    def _encode(self, request: Request) -> dict[str, torch.Tensor]:
         """Return the embeddings (1, tokens, channels) of the prompts by the pipeline's argument names.
 
         Without guidance there are none of the negative prompt.
         """
         with torch.no_grad():
             embeddings = self._pipe.encode_prompt(
-                wanted.request.prompt,
-                wanted.request.negative_prompt,
-                do_classifier_free_guidance=wanted.request.guidance_scale > 1,
+                request.prompt,
+                request.negative_prompt,
+                do_classifier_free_guidance=request.guidance_scale > 1,
                 max_sequence_length=self.model.transformer["max_text_seq_length"],
             )
         names = ("prompt_embeds", "negative_prompt_embeds")
@@ -463,29 +447,28 @@ class Generator:
             num_frames=request.frames,
         )
 
-    def _decode(self, wanted: Video, latents: latent_files.Latents, began: float) -> None:
+    def _decode(self, request: Request, latents: latent_files.Latents, began: float) -> None:
         """Write a video and its record."""
-        group, fps = self._group, self._args.fps
-        with group.writing(str(wanted.path), fps) as write:
+        with self._group.writing(request.output, self._args.fps) as write:
             frames = common.decode_to(write, self._vae, latents, self._args)
-            if not group.is_first:
+            if not self._group.is_first:
                 return
             # The record comes before its video, which a killed run may leave out. An earlier request's video
             # goes before both: beside the new record it would be taken for its video.
-            if wanted.path.is_file():
-                whole.resolved(wanted.path).unlink()
+            if Path(request.output).is_file():
+                whole.resolved(request.output).unlink()
             record = {
                 "format": FORMAT,
-                KEY: wanted.depends_on(),
+                KEY: self.depends_on(request),
                 "names": {  # for people: what the video depends on is above
                     **{"model": self.model.name, "lora": self._args.lora},
-                    **{"image": wanted.request.image, "video": wanted.request.video},
+                    **{"image": request.image, "video": request.video},
                 },
                 "versions": versions(*TESTED),
                 "frames": frames,
                 "seconds": time.perf_counter() - began,
             }
-            reports.write_json(wanted.file(Stage.VIDEO), record)
+            reports.write_json(request.file(Stage.VIDEO), record)
 
 
 def _inputs(request: Request, kind: str) -> dict[str, Any]:

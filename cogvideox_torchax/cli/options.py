@@ -21,7 +21,7 @@ REPORT = "report"
 """The title of the group of options that help lists last."""
 ABSENT: dict[str, Any] = {
     **{"quiet": False, "profile": None, "distributed": False, "backend": "torchax"},
-    **dict.fromkeys(("coordinator", "processes", "process", "timeout"), None),
+    **dict.fromkeys(("coordinator", "processes", "process", "timeout", "heads"), None),
 }
 """Values of the options that shared code reads, for commands that do not take those options."""
 

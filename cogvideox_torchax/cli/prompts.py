@@ -4,6 +4,7 @@ A run may be killed at any time, and the same command goes on: see `generation`.
 """
 
 import argparse
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -13,9 +14,9 @@ from typing import Any
 
 from cogvideox_torchax.cli import batch, common, devices
 from cogvideox_torchax.cli.commands import SEEDS
-from cogvideox_torchax.cli.generation import Generator, Request, Stage, Video, check
+from cogvideox_torchax.cli.generation import Generator, Request, Stage, check
 from cogvideox_torchax.dataset import loop, sources
-from cogvideox_torchax.dataset.directory import OutputDirectory, ProcessShard
+from cogvideox_torchax.dataset.directory import OutputDirectory
 from cogvideox_torchax.dataset.names import ClipError, check_id
 from cogvideox_torchax.files import faults
 from cogvideox_torchax.pipelines import description
@@ -59,47 +60,43 @@ class PromptDirectory(OutputDirectory):
         args: the options.
         generate: of the pipeline; it has the model, and the request of a line that has a prompt alone.
         lines: the lines of the file, for all processes.
-        shard: the share of this process.
+        share: the share of this process.
     """
 
     FAILED, SETTINGS = "failed-prompts.jsonl", "prompts.json"
 
-    def __init__(self, args: argparse.Namespace, generate: Generator, lines: list[Line], shard: ProcessShard):
-        super().__init__(args.output, shard)
+    def __init__(self, args: argparse.Namespace, generate: Generator, lines: list[Line], share: slice):
+        super().__init__(args.output, share)
         self._args, self._generate = args, generate
-        self._line_of = {self._settings.stem: 0}  # by a video's id; a record may not replace the settings
         self._begun = Stage.VIDEO  # the stage that all missing videos have
         copies = range(args.num_videos_per_prompt or 1)
-        for number, fields in lines:
-            for copy in copies:
-                self._line_of.setdefault(_id(number, fields, copy), number)
-        for number, fields in lines[shard.index :: shard.count]:
+        self._line_of = {self._settings.stem: 0}  # by a video's id; a record may not replace the settings
+        for (number, fields), copy in itertools.product(lines, copies):
+            self._line_of.setdefault(_id(number, fields, copy), number)
+        for number, fields in lines[share]:
             try:
-                videos = {_id(number, fields, copy): self._video(number, fields, copy) for copy in copies}
-                made = [video.made() for video in videos.values()]
+                requests = {_id(number, fields, copy): self._request(number, fields, copy) for copy in copies}
+                stages = [generate.made(request) for request in requests.values()]
             except (ValueError, OSError) as error:
                 self.bad[f"line {number}"] = str(error)
                 continue
-            for (video_id, video), stage in zip(videos.items(), made, strict=True):
-                self._add(video_id, video, stage)
-        settings = self._blank("").depends_on()
-        del settings["prompt"], settings["output"]  # which are each video's own
+            for (video_id, request), made in zip(requests.items(), stages, strict=True):
+                self._add(video_id, request, made)
+        settings = {**asdict(generate.request), **generate.settings}
+        for name in ("prompt", "image", "video", "output"):  # which are in each video's record
+            del settings[name]
         self.save_or_check_settings(settings)  # nothing has been written before
 
-    def _blank(self, video_id: str) -> Video:
-        """Return the video of a line that has an id alone."""
-        return Video(self._generate.request, self._generate.settings, self.directory / f"{video_id}.mp4")
-
-    def _video(self, number: int, fields: dict[str, Any], copy: int) -> Video:
-        """Return a line's video number `copy`, after its checks."""
+    def _request(self, number: int, fields: dict[str, Any], copy: int) -> Request:
+        """Return the request of a line's video number `copy`, after its checks."""
         video_id, defaults = _id(number, fields, copy), self._generate.request
-        video = self._blank(video_id)
         own = {name: value for name, value in fields.items() if name != "id"}
         for name in own.keys() & {"image", "video"}:  # paths are relative to the file
             own[name] = os.path.abspath(Path(self._args.prompts).parent / own[name])
         own["seed"] = own.get("seed", defaults.seed + SEEDS * (number - 1)) + copy
         check_id(video_id)
-        owner = self._line_of[video_id]
+        request = replace(defaults, **own, output=str(self.directory / f"{video_id}.mp4"))
+        is_there, owner = Path(request.output).exists(), self._line_of[video_id]
         faults.refuse(
             (
                 owner != number,
@@ -112,22 +109,21 @@ class PromptDirectory(OutputDirectory):
                 "them out",
             ),
             (
-                video.path.exists() and self._settings.exists() and not video.file(Stage.VIDEO).exists(),
-                f"{video.path} has no record, so this command has not made it: move it away",
+                is_there and self._settings.exists() and not request.file(Stage.VIDEO).exists(),
+                f"{request.output} has no record, so this command has not made it: move it away",
             ),
             error=ClipError,
         )
-        request = replace(defaults, **own)
         check(request, self._generate.model)
-        return replace(video, request=request)
+        return request
 
-    def _add(self, video_id: str, video: Video, made: Stage) -> None:
+    def _add(self, video_id: str, request: Request, made: Stage) -> None:
         """Count a video as done, bad or missing; see `OutputDirectory.add`."""
-        done = made >= self._generate.until
-        if not done and video.path.exists() and self._settings.exists():
-            self.missing[video_id] = video  # of another request: this one's replaces it
+        done, path = made >= self._generate.until, Path(request.output)
+        if not done and path.exists() and self._settings.exists():
+            self.missing[video_id] = request  # of another request: this one's replaces it
         else:
-            self.add(video_id, video.file(made) if done and made < Stage.VIDEO else video.path, video)
+            self.add(video_id, request.file(made) if done and made < Stage.VIDEO else path, request)
         if video_id in self.missing:
             self._begun = min(self._begun, made)
 
@@ -138,7 +134,7 @@ class PromptDirectory(OutputDirectory):
             generate.load(devices.ProcessGroup(devices.mesh_of(args)), self._begun)
             return loop.work(
                 jobs=self.missing,
-                read=lambda name: self.missing[name],
+                read=self.missing.__getitem__,
                 compute=generate,
                 write=lambda *_: None,  # the generator has written the video
                 refuse=self._refuse,
@@ -146,8 +142,8 @@ class PromptDirectory(OutputDirectory):
         from cogvideox_torchax.dataset import ray
 
         rows = [
-            {"id": name, "request": json.dumps(asdict(video.request)), "path": str(video.path.absolute())}
-            for name, video in self.missing.items()
+            {"id": name, "request": json.dumps(asdict(request) | {"output": os.path.abspath(request.output)})}
+            for name, request in self.missing.items()
         ]
         arguments = (args, generate.model, generate.request)
         chips = args.dp * args.tp
@@ -173,7 +169,6 @@ class PromptActor:
         self._generate.load(devices.ProcessGroup(devices.mesh_of(args)), Stage.NOTHING)
 
     def __call__(self, row: dict[str, str]) -> dict[str, Any]:
-        """Make the video of a row's "request" at its "path", unless an actor that died has made it."""
-        video = Video(Request(**json.loads(row["request"])), self._generate.settings, Path(row["path"]))
-        _, reason = loop.attempt(self._generate, video, loop.COMPUTING_ERRORS)
+        """Make the video of a row's "request", unless an actor that died has made it."""
+        _, reason = loop.attempt(self._generate, Request(**json.loads(row["request"])), loop.COMPUTING_ERRORS)
         return {"id": row["id"], "error": reason or ""}

@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -30,14 +30,16 @@ from cogvideox_torchax.vae.sizes import parse_size
 POSTERIOR, MEAN, SAMPLE, BOTH = "posterior", "mean", "sample", "both"
 Takers = dict[str, Callable[[Any, torch.Generator], torch.Tensor]]
 """By a tensor's name in a latent file: the function (posterior, generator) that returns the tensor."""
-_MEAN: Takers = {latent_files.TENSOR: lambda posterior, _: posterior.mode()}
-_LOGVAR: Takers = {latent_files.LOGVAR: lambda posterior, _: posterior.logvar}
-_SAMPLE: Takers = {latent_files.SAMPLE: lambda posterior, generator: posterior.sample(generator)}
+ALL: Takers = {
+    latent_files.TENSOR: lambda posterior, _: posterior.mode(),
+    latent_files.LOGVAR: lambda posterior, _: posterior.logvar,
+    latent_files.SAMPLE: lambda posterior, generator: posterior.sample(generator),
+}
 KEEP: dict[str, Takers] = {
-    POSTERIOR: _MEAN | _LOGVAR,
-    MEAN: _MEAN,
-    SAMPLE: {latent_files.TENSOR: _SAMPLE[latent_files.SAMPLE]},
-    BOTH: _MEAN | _LOGVAR | _SAMPLE,
+    POSTERIOR: {name: ALL[name] for name in (latent_files.TENSOR, latent_files.LOGVAR)},
+    MEAN: {latent_files.TENSOR: ALL[latent_files.TENSOR]},
+    SAMPLE: {latent_files.TENSOR: ALL[latent_files.SAMPLE]},
+    BOTH: ALL,
 }
 """By a value of `ClipConfig.keep`: the tensors to keep. A sample alone is saved under the mean's name."""
 
@@ -182,10 +184,10 @@ class ClipConfig:
         return backends.backend(self.backend).load(self.model, getattr(torch, self.dtype), mesh).vae
 
 
-def local_mesh(dp: int | None, tp: int | None) -> Any:
-    """Return the mesh of this process's own devices; None for one device.
+def local_mesh(dp: int | None, tp: int | None, heads: int | None = None) -> Any:
+    """Return the mesh of this process's own devices, as `make_mesh` does; None for one device.
 
-    Of several processes each has a model of its own. A `tp` of None takes all devices that `dp` leaves.
+    Of several processes each has a model of its own.
     """
     if (dp, tp) in ((None, None), (1, 1)):
         return None
@@ -193,7 +195,7 @@ def local_mesh(dp: int | None, tp: int | None) -> Any:
 
     from cogvideox_torchax import sharding
 
-    return sharding.make_mesh(dp or 1, tp, devices=jax.local_devices())
+    return sharding.make_mesh(dp or 1, tp, heads=heads, devices=jax.local_devices())
 
 
 @dataclass(frozen=True)
@@ -341,7 +343,14 @@ class _ClipUnit:
 
     @functools.cached_property
     def model_sha256(self) -> str:
-        return model_sha256(self.vae)
+        """A hash of the model's weights, their dtypes, and the config's fields that shape latents."""
+        # The fields in which two models must agree to read each other's latents.
+        shaping_fields = {name: self.vae.config.get(name) for name in latent_files.SHAPING_FIELDS}
+        digest = hashlib.sha256(json.dumps(shaping_fields, sort_keys=True).encode())
+        for name, weight in sorted(self.vae.state_dict().items()):
+            digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+            digest.update(runtime.host_array(runtime.to_torch(weight)).tobytes())
+        return digest.hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.config, self._say)
@@ -498,31 +507,12 @@ class DecodeClip(_ClipUnit):
     def stream(self, latents: Latents) -> Iterator[torch.Tensor]:
         """Yield the frames of each chunk, uint8 (1, 3, t, H, W); raise as `check` does."""
         self.check(latents)
-        z = latents.tensor.to(self.vae.dtype)
-        _, _, frames, rows, columns = z.shape
-        # `decode_chunks` takes latents in parts. Here a single part has all of them.
-        return self.decode_chunks(lambda: [z], (frames, rows, columns))
-
-    def decode_chunks(
-        self, start: Callable[[], Iterable[torch.Tensor]], shape: tuple[int, int, int]
-    ) -> Iterator[torch.Tensor]:
-        """Yield the frames of each chunk, uint8 (1, 3, t, H, W), of latents that come in parts.
-
-        Args:
-            start: returns the parts (1, C, t, h, w), in order and of any lengths. If memory runs out, it is
-                called again, and decoding goes on in smaller tiles: no chunk is yielded twice.
-            shape: (latent frames, rows, columns) of all parts together.
-        """
-        vae = self.vae
-        latent_frames, rows, columns = shape
+        vae, z = self.vae, latents.tensor.to(self.vae.dtype)
+        frames, rows, columns = z.shape[2:]
         size = rows * vae.spatial_compression_ratio, columns * vae.spatial_compression_ratio  # in pixels
         with memory.restoring_tiles(vae):
             yield from self._with_tiles_and_progress(
-                DECODE,
-                size,
-                latent_frames,
-                lambda: vae.decode_stream(start(), latent_frames, output_dtype=torch.uint8),
-                clip_id="",
+                DECODE, size, frames, lambda: vae.decode_stream(z, output_dtype=torch.uint8), clip_id=""
             )
 
 
@@ -534,9 +524,10 @@ def choose(buckets: Sequence[Bucket], info: video.Video, frames: int) -> Bucket:
     """
     fitting = [bucket for bucket in buckets if bucket.frames <= frames]
     if not fitting:
-        shortest = min(bucket.frames for bucket in buckets)
-        of_file = "" if frames == info.num_frames else f" of its {info.num_frames}"
-        raise ClipError(f"{info.path} gives {frames}{of_file} frames, the shortest bucket has {shortest}")
+        raise ClipError(
+            f"{info.path} gives {frames} of its {info.num_frames} frames, the shortest bucket has "
+            f"{min(bucket.frames for bucket in buckets)}"
+        )
 
     def rank(bucket: Bucket) -> tuple[float, int, int]:
         # By the logarithm, twice as wide is as far from the video's shape as half as wide.
@@ -545,15 +536,3 @@ def choose(buckets: Sequence[Bucket], info: video.Video, frames: int) -> Bucket:
         return round(distance, 6), -bucket.frames, -bucket.height * bucket.width
 
     return min(fitting, key=rank)
-
-
-def model_sha256(vae: Any) -> str:
-    """Return a hash of a model's weights, their dtypes, and the config's fields that shape latents."""
-    # The fields in which two models must agree to read each other's latents.
-    shaping_fields = {name: vae.config.get(name) for name in latent_files.SHAPING_FIELDS}
-    digest = hashlib.sha256(json.dumps(shaping_fields, sort_keys=True).encode())
-    for name, weight in sorted(vae.state_dict().items()):
-        array = runtime.host_array(runtime.to_torch(weight))
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        digest.update(array.tobytes())
-    return digest.hexdigest()

@@ -12,7 +12,6 @@ import json
 import os
 import reprlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,8 @@ PATIENCE = 60.0
 """Seconds in which another process writes the settings of a directory."""
 
 
-@dataclass(frozen=True)
-class ProcessShard:
-    """One process's share of the clips: every `count`-th clip, from the one with the number `index` on."""
-
-    index: int = 0
-    count: int = 1
+ALL = slice(0, None, 1)
+"""The share of a process that has all clips; of several, it is every so many-th from its own number on."""
 
 
 class OutputDirectory:
@@ -43,7 +38,7 @@ class OutputDirectory:
 
     Args:
         directory: made if it does not exist; `OutputError` if it cannot be written.
-        shard: the share of this process.
+        share: the share of this process, such as `ALL`.
 
     Attributes:
         missing: by the id of each clip that has no output yet: the `Clip` to encode, or the latent file.
@@ -56,16 +51,16 @@ class OutputDirectory:
     SETTINGS: str
     FORMAT = "cogvideox-torchax-settings/1"
 
-    def __init__(self, directory: str | Path, shard: ProcessShard):
-        self.directory, self.shard = make_directory(directory), shard
+    def __init__(self, directory: str | Path, share: slice):
+        self.directory, self._share = make_directory(directory), share
         self.missing: dict[str, Any] = {}
         self.bad: dict[str, str] = {}
         self.done_before = 0
         self.failed, self._settings = self.directory / self.FAILED, self.directory / self.SETTINGS
 
     def locked(self) -> contextlib.AbstractContextManager[Any]:
-        """Lock this process's share for a `with` block; `LockedError` if another run works on it."""
-        return locked(self.directory / f"{self.FAILED}-{self.shard.index}", self.directory)
+        """Lock this process's share for a `with` block; `OutputError` if another run works on it."""
+        return locked(self.directory / f"{self.FAILED}-{self._share.start}", self.directory)
 
     def save_or_check_settings(self, settings: dict[str, Any]) -> None:
         """Write the settings' file unless it exists; raise `OutputError` if it holds other settings."""
@@ -125,7 +120,7 @@ class LatentDirectory(OutputDirectory):
     Args:
         unit: encodes the clips.
         clips: all clips, of all processes.
-        directory, shard: as for `OutputDirectory`; without a shard, this process has all clips.
+        directory, share: as for `OutputDirectory`.
 
     Raises:
         OutputError: the directory cannot be written, or holds latents of other settings.
@@ -133,19 +128,11 @@ class LatentDirectory(OutputDirectory):
 
     FAILED, SETTINGS = "failed.jsonl", "latents.json"
 
-    def __init__(
-        self,
-        directory: str | Path,
-        unit: EncodeClip,
-        clips: Sequence[Clip],
-        shard: ProcessShard | None = None,
-    ):
-        super().__init__(directory, shard or ProcessShard())
+    def __init__(self, directory: str | Path, unit: EncodeClip, clips: Sequence[Clip], share: slice = ALL):
+        super().__init__(directory, share)
         self._unit = unit
         settings = unit.config.fixed_settings(unit.model_sha256)
-        if self._settings.exists():  # other settings are refused before anything is written
-            self.save_or_check_settings(settings)
-        for clip in clips[self.shard.index :: self.shard.count]:
+        for clip in clips[share]:
             self.add(clip.id, self.path(clip), clip)
         self.save_or_check_settings(settings)
 
@@ -187,7 +174,7 @@ class VideoDirectory(OutputDirectory):
     Args:
         files: latent files, one a clip.
         fps: frames a second; None for each clip's own.
-        directory, shard: as for `OutputDirectory`; without a shard, this process has all clips.
+        directory, share: as for `OutputDirectory`.
 
     Raises:
         OutputError: the directory cannot be written, or holds videos of these clips that were not decoded
@@ -201,20 +188,11 @@ class VideoDirectory(OutputDirectory):
         directory: str | Path,
         files: Sequence[Path],
         fps: Fraction | None = None,
-        shard: ProcessShard | None = None,
+        share: slice = ALL,
     ):
-        super().__init__(directory, shard or ProcessShard())
+        super().__init__(directory, share)
         self._fps = fps
-        clips, refused = self._clips(files)
-        # Every process meets these. The first one alone reports them.
-        self.bad |= refused if self.shard.index == 0 else {}
-        for path, (clip_id, file) in list(clips.items())[self.shard.index :: self.shard.count]:
-            self.add(clip_id, path, file)
-
-    def _clips(self, files: Sequence[Path]) -> tuple[dict[Path, tuple[str, Path]], dict[str, str]]:
-        """Return by their videos' paths the clips, (id, latent file), and why other files are none."""
-        clips: dict[Path, tuple[str, Path]] = {}
-        refused = {}
+        clips: dict[Path, tuple[str, Path]] = {}  # (id, latent file) by the video's path
         for file in files:
             try:
                 clip_id = latent_files.about(file).get("id", file.stem)  # any value, in a broken file
@@ -223,8 +201,10 @@ class VideoDirectory(OutputDirectory):
                 if first != file:
                     raise ClipError(f"its video would replace that of {first}: give it another id")
             except (latent_files.LatentsError, ClipError) as error:
-                refused[str(file)] = str(error)
-        return clips, refused
+                if share.start == 0:  # every process meets it; the first one alone reports it
+                    self.bad[str(file)] = str(error)
+        for path, (clip_id, file) in list(clips.items())[share]:
+            self.add(clip_id, path, file)
 
     def _path(self, clip_id: str) -> Path:
         return self.directory / f"{clip_id.removesuffix('.mp4')}.mp4"

@@ -1,4 +1,4 @@
-"""A loop over clips on one machine: while one is computed, the next are read and earlier ones written."""
+"""A loop over clips on one machine: while one is computed, others are read and the last one is written."""
 
 import itertools
 import time
@@ -15,8 +15,6 @@ Job = TypeVar("Job")
 
 READERS = 2
 """Number of clips that are read at a time."""
-WRITTEN_BEHIND = 2
-"""Number of results that may wait to be written."""
 
 
 @dataclass(frozen=True)
@@ -78,16 +76,14 @@ def work(
         read: returns a job's input, in one of `readers` threads; one of `READING_ERRORS` fails the job alone.
         compute: returns the result of an input, in the caller's thread; one of `COMPUTING_ERRORS` fails the
             job alone.
-        write: writes a job's result, in one thread for all jobs. Any error there ends the loop.
-        refuse: called, in the thread of `write`, with a job that failed and the reason.
+        write: writes a job's result in a thread, while the next job is computed. Any error ends the loop.
+        refuse: called in place of `write` with a job that failed and the reason.
         readers: number of jobs that are read at a time.
     """
-    reading = ThreadPoolExecutor(readers, "read")
-    writing = ThreadPoolExecutor(1, "write")
-    # Jobs with the futures of their inputs. A generator: a job is submitted when its item is taken.
-    submitted = ((job, reading.submit(read, job)) for job in jobs)
-    pending_writes: deque[Future[None]] = deque()
-    try:
+    with ThreadPoolExecutor(readers + 1) as threads:  # one more for writing
+        # Jobs with the futures of their inputs. A generator: a job is submitted when its item is taken.
+        submitted = ((job, threads.submit(read, job)) for job in jobs)
+        written: Future[None] | None = None  # of the job before
         # One more than `readers`: while a clip that is read waits for its computation, no reader is idle.
         ahead = deque(itertools.islice(submitted, readers + 1))
         while ahead:
@@ -101,16 +97,10 @@ def work(
                 result, reason = attempt(compute, job_input, COMPUTING_ERRORS)
             job_input = future = None  # frees a clip's frames, which both have, before the next clip is taken
             ended = time.perf_counter()
-            pending_writes.append(
-                writing.submit(write, job, result) if reason is None else writing.submit(refuse, job, reason)
-            )
-            # Waits while too many writes are pending, and takes those that are done: `result` raises the
-            # error of a write that failed.
-            while len(pending_writes) > WRITTEN_BEHIND or (pending_writes and pending_writes[0].done()):
-                pending_writes.popleft().result()
+            if written:
+                written.result()  # raises the error of a write that failed
+            kept = (write, job, result) if reason is None else (refuse, job, reason)
+            written = threads.submit(*kept)
             yield Step(job, reason, computing_began - waiting_began, ended - computing_began)
-        while pending_writes:
-            pending_writes.popleft().result()
-    finally:
-        reading.shutdown(wait=True, cancel_futures=True)
-        writing.shutdown(wait=True)
+        if written:
+            written.result()

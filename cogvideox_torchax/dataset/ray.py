@@ -7,15 +7,14 @@ actor dies, Ray has another one do its work, unless the result was written alrea
 import contextlib
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from cogvideox_torchax.dataset import loop
 from cogvideox_torchax.dataset.clip import Clip, ClipConfig, EncodeClip
 from cogvideox_torchax.dataset.directory import LatentDirectory, write
-from cogvideox_torchax.dataset.loop import COMPUTING_ERRORS, READING_ERRORS, Step, attempt
 from cogvideox_torchax.files.extras import needing
 
 
@@ -30,18 +29,18 @@ class ClipActor:
 
         The row has the "clip", the fields of a `Clip` as a JSON object, and the "path" of its output.
         """
-        clip, path, reason = Clip(**json.loads(row["clip"])), Path(row["path"]), None
-        reading_began = computing_began = time.perf_counter()
-        if not path.exists():  # else an actor has written it, and died before it could return
-            part, reason = attempt(self._unit.read, clip, READING_ERRORS)
-            computing_began = time.perf_counter()
-            if reason is None:
-                # `attempt` calls the function with `part`. Closing moves the output to `path`.
-                _, reason = attempt(
-                    lambda part: write(self._unit, part, path).close(), part, COMPUTING_ERRORS
-                )
-        seconds = computing_began - reading_began, time.perf_counter() - computing_began
-        return {"id": clip.id, "error": reason or "", "waited": seconds[0], "computed": seconds[1]}
+        clip, path = Clip(**json.loads(row["clip"])), Path(row["path"])
+        steps = loop.work(
+            jobs=[] if path.exists() else [clip],  # an actor may have written it, and died before it returned
+            read=self._unit.read,
+            compute=lambda part: write(self._unit, part, path),
+            write=lambda _, output: output.close(),  # moves the output to `path`
+            refuse=lambda *_: None,  # by the process that deals out the clips
+        )
+        done = [
+            {"error": step.error or "", "waited": step.waited, "computed": step.computed} for step in steps
+        ]
+        return {"id": clip.id, "error": "", "waited": 0.0, "computed": 0.0, **(done[0] if done else {})}
 
 
 def work(
@@ -50,7 +49,7 @@ def work(
     address: str | None = None,
     *,
     actors: int | None = None,
-) -> Iterator[Step]:
+) -> Iterator[loop.Step]:
     """Encode a directory's missing clips on a Ray cluster; yield each one's outcome as `directory.work` does.
 
     An actor takes the chips of the config's mesh if the cluster has TPUs, and else a CPU.
@@ -86,7 +85,7 @@ def dealt(
     address: str | None,
     *,
     actors: int | None,
-) -> Iterator[Step]:
+) -> Iterator[loop.Step]:
     """Deal out rows to the actors of a Ray cluster; yield the outcome of each, as it is done.
 
     Args:
@@ -119,7 +118,7 @@ def dealt(
         for row in results.iter_rows():
             if row["error"]:
                 refuse(row["id"], row["error"])
-            yield Step(row["id"], row["error"] or None, row.get("waited", 0.0), row.get("computed", 0.0))
+            yield loop.Step(row["id"], row["error"] or None, row.get("waited", 0.0), row.get("computed", 0.0))
 
 
 def _connected(ray: Any, address: str | None) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from cogvideox_torchax.dataset.clip import Clip
 from cogvideox_torchax.dataset.names import ClipError, check_id
-from cogvideox_torchax.files import reports, video
+from cogvideox_torchax.files import faults, reports, video
 from cogvideox_torchax.files.whole import WRITING
 
 DISCARDED = r"\._.*|\.Trash.*|\.ipynb_checkpoints|__MACOSX|\$RECYCLE\.BIN|#recycle|@eaDir"
@@ -128,16 +128,20 @@ def _fields_of(line: str, path: Path, key: str, types: Mapping[str, type], owner
     except (KeyError, TypeError, ValueError) as error:
         raise ClipError(f"an object with a {key}, in UTF-8, is wanted, got {line[:80]}") from error
     for name, value in fields.items():
-        if name not in types:
-            raise ClipError(f"got {name}, which no {owner} has: it may have {', '.join(types)}")
-        if types[name] is int and isinstance(value, float) and value.is_integer():
+        wanted_type, lowest = types.get(name, type(None)), 0 if name == "seed" else 1
+        if wanted_type is int and isinstance(value, float) and value.is_integer():
             fields[name] = value = int(value)  # a column with an empty cell has floats
-        wanted_type, lowest = types[name], 0 if name == "seed" else 1
         # Not `isinstance`, for which a bool is an int. JSON may have 6 for 6.0.
         is_wanted = type(value) is wanted_type or (wanted_type is float and type(value) is int)
-        if not is_wanted or (wanted_type is int and value < lowest):
-            names = {int: f"a whole number above {lowest - 1}", float: "a number", str: "a text"}
-            raise ClipError(f"{name} is {value!r}, {names[wanted_type]} is wanted")
+        names = {int: f"a whole number above {lowest - 1}", float: "a number", str: "a text"}
+        faults.refuse(
+            (name not in types, f"got {name}, which no {owner} has: it may have {', '.join(types)}"),
+            (
+                not is_wanted or (wanted_type is int and value < lowest),
+                f"{name} is {value!r}, {names.get(wanted_type)} is wanted",
+            ),
+            error=ClipError,
+        )
     return fields
 
 

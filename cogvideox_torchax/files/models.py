@@ -92,21 +92,15 @@ def locate_file(name: str, default: str) -> Path:
     if Path(name).expanduser().is_file():
         return Path(name).expanduser()
     repository, _, part = name.partition(":")
-    directory, file = local(repository), part or default
-    if directory is not None:
-        there = [path.relative_to(directory).as_posix() for path in directory.rglob("*")]
-        if file in there:
-            return directory / file
-    else:
-        import huggingface_hub
-        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    file, own = part or default, local(repository)
+    directory = _snapshot(repository, [file], {}) if own is None else own
+    if (directory / file).is_file():
+        return directory / file
+    there = [path.relative_to(directory).as_posix() for path in directory.rglob("*")]
+    if own is None:  # what was downloaded is not all
+        from huggingface_hub import list_repo_files
 
-        try:
-            return Path(huggingface_hub.hf_hub_download(repository, file))
-        except (OSError, ValueError, EntryNotFoundError) as error:
-            if not isinstance(error, EntryNotFoundError) or isinstance(error, LocalEntryNotFoundError):
-                raise not_on_hub(repository, error) from error
-        there = huggingface_hub.list_repo_files(repository)
+        there = list_repo_files(repository)
     files = ", ".join(sorted(each for each in there if each.endswith(".safetensors")))
     raise ModelError(f"{repository} has no file {file}: give one of its files as {repository}:FILE ({files})")
 

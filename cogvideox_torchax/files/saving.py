@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.files import video
+from cogvideox_torchax.files import faults, video
 from cogvideox_torchax.files.video import VideoError
 
 ROUNDING = 0.5 / 255
@@ -63,16 +63,23 @@ def _one_video(array: np.ndarray, *, original: Any) -> np.ndarray:
     # The error names the type and shape of `original`, the user's argument, from which the array was made.
     kind, shape = type(original).__name__, tuple(getattr(original, "shape", array.shape))
     is_float = np.issubdtype(array.dtype, np.floating)
-    if not is_float and array.dtype != np.uint8:
-        raise VideoError(f"got {kind} of {array.dtype}: give a pipeline's frames, images, floats or uint8")
-    if array.ndim == 5 and len(array) != 1:
-        raise VideoError(f"got {len(array)} videos, {kind} of shape {shape}: save frames[0] and so on alone")
-    video_THWC = array[0] if array.ndim == 5 else array
-    if video_THWC.ndim != 4 or video_THWC.shape[-1] != 3 or not video_THWC.size:
-        raise VideoError(
+    video_THWC = array[0] if array.ndim == 5 and len(array) else array
+    faults.refuse(
+        (
+            not is_float and array.dtype != np.uint8,
+            f"got {kind} of {array.dtype}: give a pipeline's frames, images, floats or uint8",
+        ),
+        (
+            array.ndim == 5 and len(array) != 1,
+            f"got {shape[0] if shape else 0} videos, {kind} of shape {shape}: save frames[0] and so on alone",
+        ),
+        (
+            video_THWC.ndim != 4 or video_THWC.shape[-1] != 3 or not video_THWC.size,
             f"got {kind} of shape {shape}: give images, arrays (T, H, W, 3) or torch tensors (T, 3, H, W); "
-            "of a VAE's (1, 3, T, H, W), frames[0].transpose(0, 1) / 2 + 0.5; decode latents first"
-        )
+            "of a VAE's (1, 3, T, H, W), frames[0].transpose(0, 1) / 2 + 0.5; decode latents first",
+        ),
+        error=VideoError,
+    )
     low, high = video_THWC.min(), video_THWC.max()
     # `ROUNDING` allows values slightly outside of [0, 1], which still round to 0 or 255. NaN is refused, as
     # every comparison with it is False.

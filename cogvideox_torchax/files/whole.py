@@ -22,10 +22,6 @@ class OutputError(ValueError):
     """An output that cannot be written; the message says why."""
 
 
-class LockedError(OutputError):
-    """An output that another run is writing."""
-
-
 def refuse(path: str | Path, *checks: tuple[bool, str]) -> None:
     """Raise `OutputError` with the message of the first (is present, message) that is present."""
     prefixed = ((is_present, f"cannot write {path}: {message}") for is_present, message in checks)
@@ -52,13 +48,13 @@ def check_file(path: str | Path) -> None:
     refuse(path, (check_output(path).is_dir(), "it is a directory"))
 
 
-def make_directory(name: str | Path, purpose: str = "write into") -> Path:
-    """Make and return a directory; if it cannot be made, raise `OutputError`, which names the `purpose`."""
+def make_directory(name: str | Path) -> Path:
+    """Make and return a directory to write into; raise `OutputError` if it cannot be made."""
     path = Path(name)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(f"cannot {purpose} {path}: {error.strerror}") from error
+        raise OutputError(f"cannot write into {path}: {error.strerror}") from error
     return path
 
 
@@ -76,8 +72,7 @@ def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
     which may replace an empty directory.
 
     Raises:
-        OutputError: `path` cannot be written.
-        LockedError: another run is writing it.
+        OutputError: `path` cannot be written, or another run is writing it.
     """
     path = resolved(path)
     temporary = hidden(path, WRITING)
@@ -102,7 +97,7 @@ def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
 def locked(path: str | Path, whole: str | Path | None = None, *, wait: float = 0) -> Iterator[None]:
     """Lock an output for the `with` block, and wait for it so many seconds; raise as `whole_file` does.
 
-    The message of `LockedError` names the output, or the `whole` of which it is a part.
+    The message of the error names the output, or the `whole` of which it is a part.
     """
     place = hidden(check_output(path), LOCK)
     # Not of one thread: an output may be completed by another thread than began it.
@@ -111,7 +106,7 @@ def locked(path: str | Path, whole: str | Path | None = None, *, wait: float = 0
         # More than once, as its owner may just have removed the file of the lock.
         lock.acquire(timeout=max(wait, 0.1), poll_interval=0.02)
     except filelock.Timeout as error:
-        raise LockedError(
+        raise OutputError(
             f"cannot write {whole or path}: another run is writing it; wait for it, or end it"
         ) from error
     try:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from diffusers import CogVideoXDPMScheduler
-from huggingface_hub.errors import EntryNotFoundError
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -104,23 +103,16 @@ def test_a_scheduler_its_settings_and_a_lora_are_taken_as_stock_diffusers_takes_
 
 def test_a_lora_in_a_folder_of_the_hub_is_downloaded_or_those_that_are_there_are_named(models, refused):
     small_pipelines.save_lora(small_pipelines.one_layer(), "hub/folder")
-    there, download = "folder/pytorch_lora_weights.safetensors", Mock()
-
-    def fetched(repository, file):
-        download(repository, file)
-        if file != there:
-            raise EntryNotFoundError(file)
-        return f"hub/{file}"
-
+    there, download = "folder/pytorch_lora_weights.safetensors", Mock(return_value="hub")
     with (
-        patch("huggingface_hub.hf_hub_download", fetched),
+        patch("huggingface_hub.snapshot_download", download),
         patch("huggingface_hub.list_repo_files", lambda _: ["README.md", there, "b.safetensors"]),
     ):
         assert generation._lora(f"some/loras:{there}", description.describe(models("text"), clip=False))
         said = refused(*arguments(models("text"), "--lora", "some/loras"))
-    assert [call.args for call in download.call_args_list] == [
-        ("some/loras", there),
-        ("some/loras", "pytorch_lora_weights.safetensors"),
+    assert [(call.args, call.kwargs["allow_patterns"]) for call in download.call_args_list] == [
+        (("some/loras",), [there]),
+        (("some/loras",), ["pytorch_lora_weights.safetensors"]),
     ]
     assert "some/loras has no file pytorch_lora_weights.safetensors: give one of its files as" in said
     assert f"some/loras:FILE (b.safetensors, {there})" in said
@@ -129,7 +121,7 @@ def test_a_lora_in_a_folder_of_the_hub_is_downloaded_or_those_that_are_there_are
 @pytest.mark.parametrize(
     ("more", "mesh"),
     [
-        (["--guidance-scale", 1], (1, 8)),
+        (["--guidance-scale", 1], (1, None)),
         (["--guidance-scale", 1, "--dp", 2], (2, 1)),
         ([], (1, 1)),
         (["--tp", 4], (1, 4)),
@@ -140,7 +132,7 @@ def test_without_guidance_all_devices_share_one_pass(models, more, mesh, monkeyp
     found = Mock(side_effect=ArithmeticError)
     monkeypatch.setattr(devices, "local_mesh", found)
     assert generate(models("text"), *more) == 1
-    assert found.call_args.args == mesh
+    assert found.call_args.args == (*mesh, 8)
 
 
 @pytest.mark.slow
@@ -431,7 +423,7 @@ def test_a_file_of_prompts_makes_what_single_runs_make_and_goes_on_where_it_was(
 
 
 ON_RAY = """
-import os, signal, sys
+import json, os, signal, sys
 from pathlib import Path
 
 from cogvideox_torchax import cli
@@ -440,7 +432,7 @@ from cogvideox_torchax.cli import prompts
 class Dying(prompts.PromptActor):
     def __call__(self, row):
         found = super().__call__(row)
-        killed = Path(row["path"]).parent.with_suffix(".killed")
+        killed = Path(json.loads(row["request"])["output"]).parent.with_suffix(".killed")
         if not killed.exists():
             killed.write_text("")
             os.kill(os.getpid(), signal.SIGKILL)  # the video is in its place, nobody was told
@@ -657,7 +649,7 @@ def test_a_line_is_taken_as_pandas_writes_it_and_comments_are_no_prompts(models)
     Path("prompts.JSONL").write_text("\n".join(lines))
     with patch.object(prompts.PromptDirectory, "add", autospec=True) as add:
         assert cli.main(many(models("text"), "--prompts", "prompts.JSONL")) == 0
-    made = [call.args[3].request for call in add.call_args_list]
+    made = [call.args[3] for call in add.call_args_list]
     assert [(each.seed, each.num_inference_steps) for each in made] == [(42, 2), (4000, 3), (5000, 4)]
 
 

@@ -13,7 +13,7 @@ import torch
 
 from cogvideox_torchax import cli
 from cogvideox_torchax.dataset import ClipError, EncodeClip, sources
-from cogvideox_torchax.dataset.directory import LatentDirectory, ProcessShard, VideoDirectory
+from cogvideox_torchax.dataset.directory import LatentDirectory, VideoDirectory
 from cogvideox_torchax.files import latents as latent_files, video, whole
 from tests import reference
 from tests.dataset.conftest import BAD, GOOD, OPTIONS, command, encode, tree, write_clip
@@ -86,7 +86,7 @@ def test_two_processes_make_what_one_makes_and_two_of_one_part_exclude_each_othe
     out = tmp_path / "out"
     monkeypatch.setattr("cogvideox_torchax.sharding.exit_at_once", lambda code: None)
     options = ("--distributed", "--processes", 2, "--process")
-    directory = LatentDirectory(out, small.unit, sources.clips(small.clips), ProcessShard(1, 2))
+    directory = LatentDirectory(out, small.unit, sources.clips(small.clips), slice(1, None, 2))
     assert list(directory.missing) == sorted([*GOOD, *BAD])[1::2]
     with directory.locked():
         assert f"cannot write {out}: another run" in refused(*command(small, out, *options, 1))
@@ -280,7 +280,7 @@ def test_one_id_of_two_files_is_named_and_each_clip_is_one_process_s(encoded, tm
     shards = sources.latent_files(tmp_path / "in")
     missing = []
     for index in range(2):
-        videos = VideoDirectory(tmp_path / "out", shards, None, ProcessShard(index, 2))
+        videos = VideoDirectory(tmp_path / "out", shards, None, slice(index, None, 2))
         missing += videos.missing
         assert len(videos.bad) == (0 if index else len(GOOD))
     assert sorted(missing) == GOOD

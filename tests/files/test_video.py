@@ -483,12 +483,10 @@ def test_of_two_video_streams_the_best_is_read(tmp_path, first):
     assert torch.equal(read_all(two), read_all(one))
 
 
-def test_a_contact_sheet_has_a_row_each_and_amplified_differences():
-    source, result = (torch.full((1, 3, 9, 8, 96), value, dtype=torch.uint8) for value in (50, 60))
-    result[..., 48:] = 255
-    sheet = np.asarray(sheets.contact_sheet(source, result, columns=2))
-    assert sheet.shape == (3 * 8, 2 * 96, 3)
-    assert [tuple(sheet[20, x]) for x in (10, 186)] == [(40, 40, 40), (255, 255, 255)]
+def test_a_difference_is_amplified_and_does_not_wrap_around():
+    source = torch.tensor([50, 50, 60], dtype=torch.uint8)
+    result = torch.tensor([60, 255, 50], dtype=torch.uint8)
+    assert sheets.amplified_difference(source, result).tolist() == [40, 255, 40]
 
 
 FRAMES = moving_frames(5)
