@@ -1,7 +1,5 @@
 """Documents that are nearly right, for files broken by chance."""
 
-import json
-
 from hypothesis import strategies
 
 NAMES = (
@@ -48,12 +46,3 @@ def near(draw, document):
     elif is_object:
         copied[draw(strategies.text(max_size=3))] = draw(JUNK)
     return copied
-
-
-def texts(document):
-    """Return a strategy of files near a JSON document."""
-    return (
-        near(document).map(lambda broken: json.dumps(broken).encode())
-        | strategies.binary(max_size=20)
-        | strategies.just(DEEP.encode())
-    )

@@ -152,7 +152,7 @@ class Video:
         """Yield frames as FFmpeg decodes them, each with its number in the file.
 
         When enough are taken, the rest of the file is counted, and not decoded. Video of high dynamic range
-        is named in the log, for its colors are not mapped to the usual range; so is damage.
+        is named in the log, for its colors are not mapped to the usual range.
 
         Args:
             fps: frames a second to take: for each multiple of 1 / `fps` seconds the frame nearest in time, so
@@ -241,7 +241,7 @@ class Video:
         """Take a decoded frame's time, and of the first one the size."""
         size, time = (frame.height, frame.width), Fraction(0)
         if not self.times:
-            self._size, self._start, self._is_damaged = size, frame.pts, False
+            self._size, self._start = size, frame.pts
             swapped, _, _ = orientation(frame)
             self.height, self.width = size[::-1] if swapped else size
             aspect = stream.sample_aspect_ratio or Fraction(1)  # a stored pixel's width over its height
@@ -263,13 +263,6 @@ class Video:
                     "{} x {} pixels to {} x {}".format(*self._size, *size)
                     + ": cut it there, or take fewer frames"
                 )
-        if frame.is_corrupt and not self._is_damaged:
-            self._is_damaged = True
-            logger.warning(
-                "%s is damaged: frame %d, and maybe others, are what FFmpeg made of it",
-                self.path,
-                len(self.times),
-            )
         self.times.append(time)
 
     def _check_end(self, container: Any, stream: Any, stored: int, end: Fraction, longest: Fraction) -> None:

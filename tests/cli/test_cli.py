@@ -16,7 +16,9 @@ import av
 import jax
 import pytest
 import torch
+from diffusers import AutoencoderKLCogVideoX
 from jax.experimental.compilation_cache import compilation_cache
+from safetensors.torch import load_file
 
 from cogvideox_torchax import cli, runtime, versions
 from cogvideox_torchax.cli import common, compile, doctor
@@ -123,14 +125,15 @@ def test_encode_takes_a_rate_and_says_which_length_comes_back(
 
 @pytest.mark.parametrize("backend", ["torchax", "flax"])
 @pytest.mark.slow_cases("flax")
-def test_demo_writes_all_and_agrees_with_pytorch(clip, capsys, backend):
-    result = report(capsys, "demo", clip, "--frames", 5, "-o", "out", "--backend", backend)
+def test_demo_writes_all_and_agrees_with_pytorch(clip, shallow_directory, capsys, backend):
+    given = (clip, "--frames", 5, "-o", "out", "--model", shallow_directory, "--backend", backend)
+    result = report(capsys, "demo", *given)
     assert result["backend"] == backend
     assert {path.name for path in Path("out").iterdir()} == {"demo.mp4", "demo.safetensors"}
     for what in ("latents", "frames"):
         assert result[f"largest_difference_to_PyTorch_{what}"] < 1e-5
     assert min(result["compile_s"], result["run_s"]) > 0
-    assert 10 < result["PSNR_against_source_dB"] < 60
+    assert 5 < result["PSNR_against_source_dB"] < 60
     assert latents.load("out/demo.safetensors").num_frames == 5
 
 
@@ -145,6 +148,7 @@ def test_demo_makes_a_prompts_video_as_pytorch_does(clip, capsys):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_generate_without_a_model_takes_the_bundled_pipeline(capsys):
     prompt = "A red circle grows on a blue background."
     assert run("generate", "--prompt", prompt, "--num-inference-steps", 1, "-o", "out.gif") == 0
@@ -153,15 +157,12 @@ def test_generate_without_a_model_takes_the_bundled_pipeline(capsys):
 
 
 def test_the_bundled_model_is_small_and_has_every_kind_of_tensor_of_the_real_one():
-    from diffusers import AutoencoderKLCogVideoX
-    from safetensors.torch import load_file
-
-    files = list(DEMO_MODEL.glob("*.safetensors"))
-    assert sum(file.stat().st_size for file in files) < 5e6
-    names = {re.sub(r"resnets\.\d+", "resnets", name) for name in load_file(files[0])}
+    (file,) = DEMO_MODEL.glob("*.safetensors")
+    assert file.stat().st_size < 5e6
     with torch.device("meta"):
         real = AutoencoderKLCogVideoX().state_dict()
-    assert names == {re.sub(r"resnets\.\d+", "resnets", name) for name in real}
+    kinds = [{re.sub(r"resnets\.\d+", "", name) for name in names} for names in (load_file(file), real)]
+    assert kinds[0] == kinds[1]
 
 
 def test_demo_without_its_clip_says_what_installs_it(monkeypatch, refused):
@@ -187,13 +188,11 @@ def test_doctor_names_an_untested_version_and_what_is_optional_and_how_to_instal
     monkeypatch.setattr(
         doctor, "installed", lambda name: None if name == "flax" else versions.installed(name)
     )
-    lines = {
-        f"jax {versions.installed('jax')} is installed, 0.1.0 to 0.2.0 is tested",
-        "optional, for the Flax build: flax; in the checkout pip install -c constraints.txt -e '.[flax]'",
-    }
     assert run("doctor") == 0
-    assert {f"  - {line}" for line in lines} <= set(capsys.readouterr().out.splitlines())
-    assert lines <= set(report(capsys, "doctor")["advice"])
+    assert {
+        f"  - jax {versions.installed('jax')} is installed, 0.1.0 to 0.2.0 is tested",
+        "  - optional, for the Flax build: flax; in the checkout pip install -c constraints.txt -e '.[flax]'",
+    } <= set(capsys.readouterr().out.splitlines())
 
 
 def test_doctor_works_where_jax_does_not():

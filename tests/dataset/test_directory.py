@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,12 +11,11 @@ import pytest
 import torch
 
 from cogvideox_torchax import cli
-from cogvideox_torchax.dataset import ClipError, EncodeClip, sources
+from cogvideox_torchax.dataset import ClipError, sources
 from cogvideox_torchax.dataset.directory import LatentDirectory, VideoDirectory
 from cogvideox_torchax.files import latents as latent_files, video, whole
 from tests import reference
 from tests.dataset.conftest import BAD, GOOD, OPTIONS, command, encode, tree, write_clip
-from tests.files.test_whole import files_of_at_most
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
@@ -277,20 +275,15 @@ def test_another_model_marks_no_latents_bad(encoded, tmp_path, refused):
 def test_one_id_of_two_files_is_named_and_each_clip_is_one_process_s(encoded, tmp_path):
     for name in ("one", "two"):
         shutil.copytree(encoded / "latents", tmp_path / "in" / name)
-    shards = sources.latent_files(tmp_path / "in")
-    missing = []
-    for index in range(2):
-        videos = VideoDirectory(tmp_path / "out", shards, None, slice(index, None, 2))
-        missing += videos.missing
-        assert len(videos.bad) == (0 if index else len(GOOD))
-    assert sorted(missing) == GOOD
-    videos = VideoDirectory(tmp_path / "out", shards)
+    files = sources.latent_files(tmp_path / "in")
+    one, two = (VideoDirectory(tmp_path / "out", files, None, slice(index, None, 2)) for index in range(2))
+    assert sorted([*one.missing, *two.missing]) == GOOD
+    assert (len(one.bad), len(two.bad)) == (len(GOOD), 0)
     second = f"{tmp_path}/in/two/b.mp4.safetensors"
-    assert f"its video would replace that of {tmp_path}/in/one/b.mp4" in videos.bad[second]
-    videos.refuse("b.mp4", "no memory")
-    videos.save_or_check_settings({})
+    assert f"its video would replace that of {tmp_path}/in/one/b.mp4" in one.bad[second]
+    one.save_or_check_settings({})
     (tmp_path / "out/b.mp4").touch()
-    videos = VideoDirectory(tmp_path / "out", sources.latent_files(tmp_path / "in/one"))
+    videos = VideoDirectory(tmp_path / "out", files[: len(GOOD)])
     assert (videos.bad, videos.done_before) == ({}, 1), "another process made it"
 
 
@@ -310,32 +303,21 @@ def test_videos_of_other_weights_or_rates_are_refused_in_the_same_directory(
     assert cli.main(decode) == 0
 
 
-def test_videos_that_were_there_before_are_not_taken_for_decoded_ones(small, encoded, tmp_path, refused):
-    shutil.copytree(small.clips, tmp_path / "clips")
-    before = tree(tmp_path / "clips")
-    said = refused("decode", encoded / "latents", "-o", tmp_path / "clips", *OPTIONS)
-    assert "has a.mp4 and no videos.json, so this command has not made it" in said
-    assert tree(tmp_path / "clips") == before
-
-
-def test_latents_and_their_videos_may_share_a_directory(small, tmp_path):
-    out = tmp_path / "out"
+def test_latents_and_their_videos_may_share_a_directory_and_other_videos_are_not_taken_for_decoded_ones(
+    small, tmp_path, refused
+):
+    out, decode = tmp_path / "out", ("decode", tmp_path / "out", "-o", tmp_path / "out", *OPTIONS)
     for _ in range(2):
         assert encode(small, out) == 1
-        assert cli.main(["decode", str(out), "-o", str(out), *OPTIONS]) == 0
+        assert cli.main([*map(str, decode)]) == 0
         assert {path.name for path in out.glob("*.mp4")} == {"a.mp4", "b.mp4", "z.mp4"}
+    (out / "videos.json").unlink()
+    before = tree(out)
+    assert "has a.mp4 and no videos.json, so this command has not made it" in refused(*decode)
+    assert tree(out) == before
 
 
 # Faults
-
-
-def test_a_full_disk_ends_the_run_with_a_line_and_the_next_completes_it(small, encoded, tmp_path, capsys):
-    with files_of_at_most(500):
-        assert encode(small, tmp_path / "out") == 1
-    assert re.search(r"^cogvideox-torchax encode: .*too large", capsys.readouterr().err, re.M)
-    assert list(tree(tmp_path / "out")) == ["latents.json"]
-    assert encode(small, tmp_path / "out") == 1
-    assert tree(tmp_path / "out") == tree(encoded / "latents")
 
 
 def test_an_output_that_cannot_be_written_is_a_line(small, tmp_path, refused):
@@ -345,21 +327,6 @@ def test_an_output_that_cannot_be_written_is_a_line(small, tmp_path, refused):
     (tmp_path / "clips.jsonl").write_text(line)
     said = refused(*command(small, tmp_path / "out", clips=tmp_path / "clips.jsonl"))
     assert "File name too long" in said
-
-
-def test_a_failing_clip_leaves_no_window_of_it(small, tmp_path, monkeypatch):
-    real = EncodeClip.encode
-
-    def fail(self, decoded):
-        if decoded.clip.id == "b.mp4/00001":
-            raise ValueError("a broken window")
-        return real(self, decoded)
-
-    monkeypatch.setattr(EncodeClip, "encode", fail)
-    assert encode(small, tmp_path / "out", "--windows", "--frames", 4) == 1
-    assert failures(tmp_path / "out")["b.mp4"] == "a broken window"
-    clips = {name.rpartition("/")[0] for name in tree(tmp_path / "out")} - {""}  # without latents.json
-    assert clips == set(GOOD) - {"b.mp4"}
 
 
 def test_of_processes_that_begin_together_one_fixes_the_settings_of_all(encoded, tmp_path):

@@ -1,27 +1,21 @@
-"""Shards as others read them; lists, latent files and states that are broken at random."""
+"""Shards as others read them, and latent files that are broken."""
 
-import contextlib
 import gc
 import json
 import shutil
 import sys
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
-import hypothesis
 import numpy as np
 import pyarrow.parquet
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import strategies
 
 from cogvideox_torchax import cli
-from cogvideox_torchax.dataset import EncodeClip, formats, sources
-from cogvideox_torchax.dataset.directory import LatentDirectory
+from cogvideox_torchax.dataset import formats
 from cogvideox_torchax.files import kinds, latents as latent_files
-from tests.broken import DEEP, texts
+from tests.broken import DEEP
 from tests.dataset.conftest import GOOD, OPTIONS, pack, tree
 
 pytestmark = [
@@ -133,63 +127,13 @@ def test_without_its_library_a_format_is_refused_in_a_line_before_any_work(
 # Broken
 
 
-def id_of(value):
-    """Return a change of a latent file's metadata: another id, or any text in place of the metadata."""
-    if isinstance(value, bytes):
-        return lambda fields: value.decode()
-    return lambda fields: json.dumps({**fields, "about": {**fields["about"], "id": value}})
-
-
-BROKEN = {
-    "JSON that is a list": id_of(b"[]"),
-    "JSON nested too deep": id_of(DEEP.encode()),
-    "JSON that is none": id_of(b"{"),
-    "an id that is a number": id_of(3),
-}
-
-
-@pytest.mark.parametrize("change", BROKEN.values(), ids=BROKEN)
-def test_broken_latents_are_named_and_the_others_are_decoded(encoded, tmp_path, capsys, change):
+@pytest.mark.parametrize("broken", [b"[]", b"{", DEEP.encode()])
+def test_broken_latents_are_named_and_the_others_are_decoded(encoded, tmp_path, capsys, broken):
     shutil.copytree(encoded / "latents", tmp_path / "in")
     path, out = tmp_path / "in/a.mp4.safetensors", tmp_path / "out"
-    with safetensors.safe_open(path, "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        fields = json.loads(file.metadata()[latent_files.KEY])
-    safetensors.torch.save_file(tensors, path, {latent_files.KEY: change(fields)})
+    tensors = {"latents": torch.zeros(1, 16, 1, 2, 3)}
+    safetensors.torch.save_file(tensors, path, {latent_files.KEY: broken.decode()})
     for _ in range(2):
         assert cli.main(["decode", str(tmp_path / "in"), "-o", str(out), *OPTIONS]) == 1
-        said = capsys.readouterr().err
-        assert "bad clips left out: 1;" in said
-        assert "Traceback" not in said
+        assert "bad clips left out: 1;" in capsys.readouterr().err
     assert {path.relative_to(out).as_posix() for path in out.rglob("*.mp4")} == {*GOOD} - {"a.mp4"}
-
-
-@pytest.fixture(params=[40, pytest.param(400, marks=pytest.mark.slow)])
-def holds(request):
-    """Return a function that runs a check on many examples, each with an empty directory."""
-
-    def run(check, strategy):
-        @hypothesis.settings(max_examples=request.param, deadline=None, database=None)
-        @hypothesis.given(strategy)
-        def each(example):
-            with tempfile.TemporaryDirectory() as name, contextlib.suppress(ValueError):
-                check(Path(name), example)
-
-        each()
-
-    return run
-
-
-def test_a_list_is_encoded_or_refused(small, holds):
-    good = {"path": "a.mp4", "id": "one", "caption": "A.", "frames": 5, "height": 16, "width": 24}
-
-    def check(directory, lines):
-        shutil.copy(small.clips / "a.mp4", directory / "a.mp4")
-        (directory / "clips.jsonl").write_bytes(b"\n".join(lines))
-        clips = sources.clips(directory / "clips.jsonl")
-        for windows in (False, True):
-            unit = EncodeClip(replace(small.config, windows=windows, frames=5), vae=small.unit.vae)
-            unit.encode = lambda part: small.wanted["a.mp4"]
-            list(LatentDirectory(directory / str(windows), unit, clips).work())
-
-    holds(check, strategies.lists(texts(good) | texts({"path": "a.mp4"}), min_size=1, max_size=3))

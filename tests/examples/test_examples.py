@@ -6,7 +6,7 @@ import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock, Mock
+from unittest.mock import MagicMock
 
 import nbclient
 import nbformat
@@ -18,7 +18,6 @@ from PIL import Image
 from cogvideox_torchax import cli
 from cogvideox_torchax.files import video
 from cogvideox_torchax.pipelines import description
-from examples import serve, stream_to_browser
 from tests import small_pipelines
 from tests.dataset.conftest import write_clip
 from tests.processes import ROOT
@@ -46,18 +45,11 @@ def test_a_small_pipeline_runs_and_is_one_that_generate_takes(kind, options, mon
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 def test_text_to_video_on_a_mesh_writes_the_video(saved, monkeypatch, capsys):
-    given = (
-        "--model",
-        saved("text", "2b"),
-        "--frames",
-        5,
-        "--steps",
-        2,
-    )  # whose positions fix the text's length
-    mesh = ("--dp", 2, "--tp", 4)
-    run("text_to_video_on_a_mesh.py", monkeypatch, "a panda", *given, *mesh, "-o", "panda.mp4")
+    # A model whose positions fix the text's length.
+    given = ("--model", saved("text", "2b"), "--frames", 5, "--steps", 2, "--dp", 2, "--tp", 4, "-o", "a.mp4")
+    run("text_to_video_on_a_mesh.py", monkeypatch, "a panda", *given)
     assert "context over tp" in capsys.readouterr().out
-    assert video.probe("panda.mp4").num_frames == 5
+    assert video.probe("a.mp4").num_frames == 5
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -102,18 +94,6 @@ def test_a_folder_is_encoded_and_read_by_a_trainer_without_its_bad_clip(
     out = capsys.readouterr().out
     assert "left out bad.mp4" in out
     assert "a batch for the trainer: (2, 16, 2, 4, 6)" in out
-
-
-@pytest.mark.parametrize("server", [serve, stream_to_browser])
-def test_a_server_listens_on_the_loopback_interface_alone(server, monkeypatch, model_directory, saved):
-    run = Mock()
-    monkeypatch.setattr(serve, "load_pipeline", lambda *_, **__: small_pipelines.one_layer())
-    monkeypatch.setattr("uvicorn.run", run)
-    monkeypatch.setattr(
-        "sys.argv", ["server", "--model", saved() if server is serve else str(model_directory)]
-    )
-    server.main()
-    assert run.call_args.kwargs["host"] == "127.0.0.1"
 
 
 @pytest.mark.slow

@@ -83,25 +83,9 @@ METADATA = near(FIELDS).map(lambda fields: {latents.KEY: json.dumps(fields)}) | 
 )
 
 
-@st.composite
-def broken(draw, metadata):
-    """Draw the bytes of a safetensors file: cut, or with bytes changed."""
-    data = save({latents.TENSOR: torch.ones(1, 16, 1, 2, 3)}, metadata)
-    if draw(st.booleans()):
-        return data[: draw(st.integers(0, len(data) - 1))]
-    for place in draw(st.lists(st.integers(0, len(data) - 1), min_size=1, max_size=4)):
-        data = data[:place] + bytes([draw(st.integers(0, 255))]) + data[place + 1 :]
-    return data
-
-
 @pytest.mark.parametrize("examples", [50, pytest.param(500, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["metadata", "latents"])
-def test_a_broken_file_is_one_line(tmp_path, refused, monkeypatch, kind, examples):
+def test_a_broken_file_is_one_line(tmp_path, refused, monkeypatch, examples):
     monkeypatch.setattr(common, "load_vae", Mock(side_effect=ValueError("these latents can be decoded")))
-    contents = {
-        "metadata": METADATA.map(lambda fields: save({latents.TENSOR: torch.ones(1, 16, 1, 2, 3)}, fields)),
-        "latents": broken({latents.KEY: json.dumps(FIELDS)}),
-    }
     command = ("decode", tmp_path / "z.safetensors", "-o", tmp_path / "new.mp4")
 
     @settings(
@@ -111,8 +95,9 @@ def test_a_broken_file_is_one_line(tmp_path, refused, monkeypatch, kind, example
         derandomize=True,
         suppress_health_check=list(HealthCheck),
     )
-    @given(contents[kind])
-    def check(data):
+    @given(METADATA)
+    def check(metadata):
+        data = save({latents.TENSOR: torch.ones(1, 16, 1, 2, 3)}, metadata)
         (tmp_path / "z.safetensors").write_bytes(data)
         assert "Error:" not in refused(*command, "--quiet")
         assert [path.name for path in tmp_path.iterdir()] == ["z.safetensors"]

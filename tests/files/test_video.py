@@ -117,8 +117,9 @@ BAD_FILES = {
 @pytest.mark.parametrize(("make", "words"), BAD_FILES.values(), ids=BAD_FILES)
 def test_a_bad_file_is_named(tmp_path, make, words):
     make(tmp_path / "bad.mp4")
-    with pytest.raises(video.VideoError, match=words):
-        read_all(tmp_path / "bad.mp4")
+    for count in (None, 1):
+        with pytest.raises(video.VideoError, match=words):
+            read_all(tmp_path / "bad.mp4", count=count)
 
 
 def test_a_crop_is_rounded_down_and_cut_out_of_no_smaller_video(clip):
@@ -269,25 +270,22 @@ ANGLE = "mpeg4", "yuv420p", av.stream.Disposition(0)
 COVER = "mjpeg", "yuvj420p", av.stream.Disposition.attached_pic
 
 
-def with_sound(path, codec="aac", rate=16000, container="mp4", first=None, *, is_film=True):
-    """Write nine frames in 0.9 seconds, with a tone of a second, or the tone alone.
+def with_sound(path, first=None, *, is_film=True):
+    """Write nine frames in 0.9 seconds, with a little silence, or the silence alone.
 
     The first stream may be another one, `first`, of one picture.
     """
-    with av.open(str(path), "w", format=container) as out:
+    with av.open(str(path), "w") as out:
         if first:
-            other_codec, pixels, disposition = first
-            other = out.add_stream(other_codec, rate=10, height=64, width=64, pix_fmt=pixels)
+            codec, pixels, disposition = first
+            other = out.add_stream(codec, rate=10, height=64, width=64, pix_fmt=pixels)
             other.disposition = disposition
-        sound = out.add_stream(codec, rate=rate, layout="mono")
+        sound = out.add_stream("aac", rate=16000, layout="mono")
         if is_film:
-            encode(out, moving_frames(), "libx264" if container == "mp4" else "mpeg2video", g="4")
-        tone = (np.sin(np.arange(rate) * 2 * np.pi * 440 / rate) * 2**14).astype(np.int16)
-        for start in range(0, rate, 1000):
-            frame = av.AudioFrame.from_ndarray(tone[None, start : start + 1000], format="s16", layout="mono")
-            frame.sample_rate, frame.pts = rate, start
-            out.mux(sound.encode(frame))
-        out.mux(sound.encode(None))
+            encode(out, moving_frames(), g="4")
+        silence = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
+        silence.sample_rate, silence.pts = 16000, 0
+        out.mux([*sound.encode(silence), *sound.encode(None)])
         if first:
             picture = av.VideoFrame(64, 64, pixels)
             picture.pts = 5  # half a second after the sound
@@ -342,16 +340,6 @@ def test_the_rate_is_that_of_the_times_where_the_headers_does_not_fit_them(
     assert (info.num_frames, len(info.times), float(info.fps)) == (12, 12, pytest.approx(fps, rel=2e-3))
 
 
-def remux(source, target, change):
-    """Copy the packets that `change(number, packet)` returns for each packet of a file."""
-    with av.open(str(source)) as held, av.open(str(target), "w") as container:
-        streams = [container.add_stream_from_template(each) for each in held.streams]
-        for number, packet in enumerate(held.demux()):
-            for each in change(number, packet) if packet.size else ():
-                each.stream = streams[packet.stream_index]
-                container.mux(each)
-
-
 OPEN = "open-gop=1:keyint=8:min-keyint=8:bframes=3:scenecut=0:b-adapt=0"
 X264, X265, MPEG2 = {"x264-params": OPEN}, {"x265-params": f"{OPEN}:log-level=none"}, {"g": "8", "bf": "2"}
 
@@ -373,7 +361,11 @@ def test_the_frames_of_a_video_are_those_that_its_decoder_shows(
     whole, path = tmp_path / "a.mkv", tmp_path / f"b.{suffix}"
     with av.open(str(whole), "w") as container:
         encode(container, moving_frames(40, 64, 96), codec, **options)
-    remux(whole, path, lambda number, each: [each][number < first :])
+    with av.open(str(whole)) as source, av.open(str(path), "w") as container:
+        stream = container.add_stream_from_template(source.streams.video[0])
+        for each in [each for each in source.demux() if each.size][first:]:
+            each.stream = stream
+            container.mux(each)
     path.write_bytes(path.read_bytes()[slice(*(int(share * path.stat().st_size) for share in part))])
     shown, num_packets = [], 0
     with av.open(str(path)) as container:
@@ -422,21 +414,6 @@ def test_a_picture_that_another_one_follows_is_one_frame(tmp_path, suffix):
         assert video.probe(path).num_frames == 1
 
 
-@pytest.mark.parametrize("suffix", ["mkv", "ts"])
-def test_a_damaged_video_is_named(tmp_path, caplog, suffix):
-    path = tmp_path / f"a.{suffix}"
-    with av.open(str(path), "w") as container:
-        noise = torch.randint(256, (1, 3, 30, 96, 160), generator=torch.Generator().manual_seed(0))
-        encode(container, noise.to(torch.uint8), g="10")
-    read_all(path)
-    assert "damaged" not in caplog.text
-    stored = path.read_bytes()
-    middle = len(stored) // 2
-    path.write_bytes(stored[:middle] + bytes(len(stored) // 10) + stored[middle + len(stored) // 10 :])
-    read_all(path)
-    assert caplog.text.count(f"{path} is damaged: frame ") == 1
-
-
 @pytest.mark.parametrize(
     ("transfer", "name"), [("smpte2084", "PQ"), ("arib-std-b67", "HLG"), ("bt709", None)]
 )
@@ -455,12 +432,6 @@ def test_no_more_frames_are_decoded_than_are_asked_for_and_the_others_are_counte
     assert (info.num_frames, info.fps) == (40, 20)
     assert 5 <= len(info.times) <= 6  # one more tells where the last one ends
     assert [number for number, _ in video.Video(path).frames(at_most=5)] == [*range(5)]
-
-
-def test_of_a_truncated_video_the_first_frames_alone_are_refused_too(tmp_path):
-    _truncated(0.9, movflags="faststart")(tmp_path / "a.mp4")
-    with pytest.raises(VideoError, match="is truncated: 30 frames are announced, 1"):
-        video.probe(tmp_path / "a.mp4", 1)
 
 
 def test_times_that_begin_anew_go_on_at_the_headers_rate(tmp_path):
