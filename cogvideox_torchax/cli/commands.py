@@ -27,23 +27,6 @@ Fault = tuple[object, str]
 """Whether a fault is present, and the message about it, as `faults.refuse` takes them."""
 
 
-def input_faults(path: str) -> tuple[Fault, ...]:
-    return (
-        # `Path` takes an empty name for ".".
-        (not path, 'got an empty name: give a file or a directory, "." for the current one'),
-        (not Path(path).exists(), f"there is no file or directory {path}"),
-    )
-
-
-def video_faults(video: str, output: str | None) -> tuple[Fault, ...]:
-    is_latents = Path(video).suffix in (".safetensors", *kinds.SUFFIXES.values())
-    is_output = output and Path(output).exists() and Path(video).samefile(output)
-    return (
-        (is_latents and Path(video).is_file(), f"{video} holds latents: decode it, or give a video"),
-        (is_output, f"cannot write {output}: it is the input; name another file"),
-    )
-
-
 def check_output_directory(path: str, unit: str = "clip") -> None:
     """Raise `OutputError` if an output directory has the suffix of a file, and does not exist yet."""
     suffix = Path(path).suffix.lower()
@@ -470,8 +453,20 @@ def check(args: argparse.Namespace) -> None:
     )
     if "model" in given:
         models.local(args.model)  # for its error
-    for name in given.keys() & {"latents", "image", "prompts", "video"}:
-        faults.refuse(*input_faults(given[name]))
+    for path in (given[name] for name in given.keys() & {"latents", "image", "prompts", "video"}):
+        faults.refuse(
+            # `Path` takes an empty name for ".".
+            (not path, 'got an empty name: give a file or a directory, "." for the current one'),
+            (not Path(path).exists(), f"there is no file or directory {path}"),
+        )
     if "video" in given:
-        faults.refuse(*video_faults(args.video, args.output))
+        video, output = Path(args.video), args.output
+        is_latents = video.suffix in (".safetensors", *kinds.SUFFIXES.values()) and video.is_file()
+        faults.refuse(
+            (is_latents, f"{video} holds latents: decode it, or give a video"),
+            (
+                output and Path(output).exists() and video.samefile(output),
+                f"cannot write {output}: it is the input; name another file",
+            ),
+        )
     COMMANDS[args.command].check(args)

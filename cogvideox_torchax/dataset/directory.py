@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.dataset import loop
-from cogvideox_torchax.dataset.clip import Clip, ClipPart, DecodeClip, EncodeClip
+from cogvideox_torchax.dataset.clip import Clip, DecodeClip, EncodeClip
 from cogvideox_torchax.dataset.names import ClipError, check_id
 from cogvideox_torchax.files import latents as latent_files, reports, video
 from cogvideox_torchax.files.whole import OutputError, locked, make_directory, remove_leftover, whole_file
@@ -145,24 +145,22 @@ class LatentDirectory(OutputDirectory):
             jobs=self.missing,
             read=lambda clip_id: self._unit.read(self.missing[clip_id]),
             # `part` is a `ClipPart`: the frames of a clip that are encoded.
-            compute=lambda part: write(self._unit, part, self.path(part.clip)),
-            # Moving the output to its path waits for the disk, so the computing thread does not do it.
-            write=lambda _, output: output.close(),
+            compute=lambda part: list(self._unit.encode_all(part)),
+            write=lambda clip_id, latents: save(latents, self.path(self.missing[clip_id]), self._unit),
             refuse=self.refuse,
             readers=readers,
         )
 
 
-def write(unit: EncodeClip, part: ClipPart, path: Path) -> contextlib.ExitStack:
-    """Encode a clip into a temporary file or directory; closing the result moves it to `path`."""
+def save(latents: Sequence[latent_files.Latents], path: Path, unit: EncodeClip) -> None:
+    """Write a clip's latents to a file, or those of its windows into a directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        place = stack.enter_context(whole_file(path, directory=unit.config.windows))
-        for number, latents in enumerate(unit.encode_all(part)):
-            file = place / f"{number:05}.safetensors" if unit.config.windows else place
-            file.write_bytes(latent_files.dumps(latents))
-        # The new stack keeps the temporary output for the caller; after an error `with` removes it.
-        return stack.pop_all()
+    if unit.config.windows:
+        with whole_file(path, directory=True) as place:
+            for number, each in enumerate(latents):
+                latent_files.save(each, place / f"{number:05}.safetensors")
+    else:
+        latent_files.save(latents[0], path)
 
 
 # Decoding

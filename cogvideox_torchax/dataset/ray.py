@@ -14,7 +14,7 @@ from typing import Any
 
 from cogvideox_torchax.dataset import loop
 from cogvideox_torchax.dataset.clip import Clip, ClipConfig, EncodeClip
-from cogvideox_torchax.dataset.directory import LatentDirectory, write
+from cogvideox_torchax.dataset.directory import LatentDirectory, save
 from cogvideox_torchax.files.extras import needing
 
 
@@ -33,8 +33,8 @@ class ClipActor:
         steps = loop.work(
             jobs=[] if path.exists() else [clip],  # an actor may have written it, and died before it returned
             read=self._unit.read,
-            compute=lambda part: write(self._unit, part, path),
-            write=lambda _, output: output.close(),  # moves the output to `path`
+            compute=lambda part: list(self._unit.encode_all(part)),
+            write=lambda _, latents: save(latents, path, self._unit),
             refuse=lambda *_: None,  # by the process that deals out the clips
         )
         done = [

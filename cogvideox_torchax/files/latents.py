@@ -87,7 +87,11 @@ class Latents:
     def check_model(self, config: dict[str, Any]) -> None:
         """Raise `LatentsError` unless a VAE of this config can decode these latents."""
         for name in SHAPING_FIELDS:
-            own, wanted = _plain(self.config.get(name)), _plain(config.get(name))
+            # JSON makes lists of tuples.
+            own, wanted = (
+                list(each) if isinstance(each, tuple) else each
+                for each in (self.config.get(name), config.get(name))
+            )
             if own != wanted:
                 raise LatentsError(
                     f"these latents are of another model: their {name} is {own}, the model's is {wanted}; "
@@ -95,19 +99,9 @@ class Latents:
                 )
 
 
-def _plain(value: Any) -> Any:
-    """Return a tuple as the list that JSON makes of it, for comparisons; any other value as it is."""
-    return list(value) if isinstance(value, tuple) else value
-
-
 def save(latents: Latents, path: str | Path) -> None:
     """Write a latent file, whole or not at all; equal latents make equal bytes."""
     tensors.save(latents.tensors, path, latents.metadata())
-
-
-def dumps(latents: Latents) -> bytes:
-    """Return the bytes of the file that `save` writes."""
-    return tensors.serialized(latents.tensors, latents.metadata())
 
 
 def load(source: str | Path | bytes) -> Latents:

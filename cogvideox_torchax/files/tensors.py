@@ -6,25 +6,19 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load as deserialized, save as to_bytes
+from safetensors.torch import load as deserialized, save as serialized
 
 from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.runtime import to_torch
 
 
-def serialized(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
-    """Return the bytes of a safetensors file of tensors, which may be on JAX, and metadata."""
-    # safetensors takes contiguous PyTorch tensors.
-    plain = {name: to_torch(tensor).contiguous() for name, tensor in tensors.items()}
-    return to_bytes(plain, metadata=metadata)
-
-
 def save(tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: dict[str, str]) -> None:
     """Write a safetensors file of tensors, which may be on JAX, and metadata: whole or not at all."""
-    data = serialized(tensors, metadata)
+    # safetensors takes contiguous PyTorch tensors.
+    plain = {name: to_torch(tensor).contiguous() for name, tensor in tensors.items()}
     # Not by safetensors' own writer, which replaces the file: `whole_file` syncs and moves its own file.
     with whole_file(path) as temporary:
-        temporary.write_bytes(data)
+        temporary.write_bytes(serialized(plain, metadata=metadata))
 
 
 def load(

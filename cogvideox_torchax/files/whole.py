@@ -86,9 +86,6 @@ def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
             for entry in (*(temporary.iterdir() if directory else ()), temporary):
                 _sync(entry)
             os.replace(temporary, path)
-            # Not every file system can sync a directory's names; the output is whole without that.
-            with contextlib.suppress(OSError):
-                _sync(path.parent)
         finally:
             _remove(temporary)
 

@@ -13,7 +13,6 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,10 +26,7 @@ from cogvideox_torchax.backends import Backend, backend
 from cogvideox_torchax.vae import tolerances
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.quality import ssim
-from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
-MOST_PROGRAMS = 2
-"""Programs that a direction may compile: one for the first chunk, and one for all later chunks."""
 PIXEL_RANGE = 2.0
 """The range that PSNR and SSIM relate errors to: frames have values in [-1, 1]."""
 
@@ -247,7 +243,7 @@ class Verifier:
                 layer_error(name, dtype, chunks, torch_rms.get(name, 0)) for name, chunks in layers.items()
             ]
             whole, contracts = self._encode_and_decode(candidate)
-            contracts = [*_whole_contracts(dtype, whole, torch_whole), *contracts, *_programs(candidate.vae)]
+            contracts = [*_whole_contracts(dtype, whole, torch_whole), *contracts]
             results.append(Result(candidate.name, runtime.dtype_name(dtype), errors, whole, contracts))
         return results
 
@@ -301,11 +297,3 @@ def _whole_contracts(
         name, *bound = tolerances.contract(dtype, error.relative, error.rms, torch_error.rms)
         contracts.append(Contract(f"{direction}: {name}", *bound))
     return contracts
-
-
-def _programs(vae: Any) -> list[Contract]:
-    """Return the contracts on the number of programs that a ported VAE has compiled."""
-    return [
-        Contract(f"{direction}: programs compiled", vae.program(direction).compilations, MOST_PROGRAMS)
-        for direction in (Direction if isinstance(vae, AutoencoderKLCogVideoX) else ())
-    ]

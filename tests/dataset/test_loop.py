@@ -152,8 +152,6 @@ def test_an_actor_measures_its_work_refuses_a_clip_that_cannot_be_read_and_ends_
         assert "Input/output error" in actor(row)["error"]
     done = actor({**row, "path": str(tmp_path / "b.safetensors")})
     assert min(done["waited"], done["computed"]) > 0
-    monkeypatch.setattr(
-        "cogvideox_torchax.dataset.directory.whole_file", Mock(side_effect=OutputError("not writable"))
-    )
+    monkeypatch.setattr("cogvideox_torchax.dataset.ray.save", Mock(side_effect=OutputError("not writable")))
     with pytest.raises(OutputError, match="not writable"):
         actor(row)

@@ -141,16 +141,16 @@ def test_a_writer_that_ends_while_the_next_one_opens_its_lock_is_left_alone(
 
 
 @pytest.mark.parametrize("directory", [False, True], ids=["file", "directory"])
-def test_what_was_written_is_on_the_disk_before_its_name_and_then_the_name(tmp_path, monkeypatch, directory):
+def test_what_was_written_is_on_the_disk_before_its_name(tmp_path, monkeypatch, directory):
     done, names = [], {}  # names by inode
     monkeypatch.setattr(whole.os, "fsync", lambda handle: done.append(names.get(os.fstat(handle).st_ino)))
     monkeypatch.setattr(whole.os, "replace", lambda a, b, real=os.replace: (done.append("named"), real(a, b)))
     with whole_file(tmp_path / "a", directory=directory) as place:
-        names |= {tmp_path.stat().st_ino: "parent", place.stat().st_ino: "output"}
+        names[place.stat().st_ino] = "output"
         if directory:
             (place / "1.png").touch()
             names[(place / "1.png").stat().st_ino] = "frame"
-    assert done == [*(["frame"] if directory else []), "output", "named", "parent"]
+    assert done == [*(["frame"] if directory else []), "output", "named"]
 
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
