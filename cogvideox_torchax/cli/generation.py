@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -372,7 +371,7 @@ class Generator:
 
     def __call__(self, request: Request) -> None:
         """Make a video, or its stages up to `--until`, from the last stage that is there."""
-        began, made = time.perf_counter(), self.made(request)
+        made = self.made(request)
         if made >= self.until:
             return
         Path(request.output).parent.mkdir(parents=True, exist_ok=True)
@@ -387,7 +386,7 @@ class Generator:
             latents = self._sample(request, text)
             self._save(request, Stage.LATENTS, latents.tensors, latents.metadata())
         if self.until == Stage.VIDEO:
-            self._decode(request, latents, began)
+            self._decode(request, latents)
 
     def _save(
         self, request: Request, stage: Stage, content: dict[str, torch.Tensor], metadata: dict[str, str]
@@ -447,7 +446,7 @@ class Generator:
             num_frames=request.frames,
         )
 
-    def _decode(self, request: Request, latents: latent_files.Latents, began: float) -> None:
+    def _decode(self, request: Request, latents: latent_files.Latents) -> None:
         """Write a video and its record."""
         with self._group.writing(request.output, self._args.fps) as write:
             frames = common.decode_to(write, self._vae, latents, self._args)
@@ -466,7 +465,6 @@ class Generator:
                 },
                 "versions": versions(*TESTED),
                 "frames": frames,
-                "seconds": time.perf_counter() - began,
             }
             reports.write_json(request.file(Stage.VIDEO), record)
 

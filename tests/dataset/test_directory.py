@@ -44,14 +44,14 @@ def test_every_good_clip_is_a_file_bit_for_bit_and_every_bad_one_a_line(small, e
 def test_a_second_run_computes_only_new_clips_and_those_that_failed(
     small, encoded, tmp_path, monkeypatch, capsys
 ):
-    for name in ("in", "out"):
-        shutil.copytree({"in": small.clips, "out": encoded / "latents"}[name], tmp_path / name)
-    monkeypatch.setattr("cogvideox_torchax.dataset.EncodeClip.encode", None)
-    assert encode(small, tmp_path / "out", "--json", clips=tmp_path / "in") == 1
+    shutil.copytree(small.clips, tmp_path / "in")
+    shutil.copytree(encoded / "latents", tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr("cogvideox_torchax.dataset.EncodeClip.encode", None)
+        assert encode(small, tmp_path / "out", "--json", clips=tmp_path / "in") == 1
     said = capsys.readouterr()
     assert (found := json.loads(said.out)) == found | {"done_before": 5, "bad": 2, "clips": 0}
     assert "bad clips left out: 2; the lines above say why\n" in said.err
-    monkeypatch.undo()
     write_clip(tmp_path / "in/new.mp4")
     shutil.copy(tmp_path / "in/a.mp4", tmp_path / "in" / BAD[0])
     assert encode(small, tmp_path / "out", clips=tmp_path / "in") == 1

@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -176,8 +177,7 @@ def write_video(path):
 def write_shards(path):
     clips = path.parent.parent / "clips"
     clips.mkdir(exist_ok=True)
-    about = {"id": "a", "caption": "a cat", "width": 40, "height": 24, "settings": {}}
-    latents.save(latents.Latents(**{**vars(MADE), "about": about}), clips / "a.safetensors")
+    latents.save(replace(MADE, about={**ABOUT, "settings": {}}), clips / "a.safetensors")
     packing.pack(clips, path, path.stem)
 
 

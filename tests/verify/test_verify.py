@@ -29,35 +29,27 @@ def failed_of(result):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_torch_and_torchax_pass(small_vae, dtype):
+def test_all_backends_pass_layer_by_layer_and_a_transposed_weight_is_named(small_vae):
     # Root-mean-square errors of two ways to round are compared: a few hundred latents are too few for that.
     verifier = compare.Verifier(small_vae, reference.video(13, height=48, width=64))
-    wanted = ["encoder.conv_in", "encoder.mid_block", "encoder.conv_out", "decoder.conv_in"]
-    wanted += ["decoder.up_blocks.2.resnets.1", "decoder.norm_out", "decoder.conv_out"]
-    candidates = [compare.make_candidate(name, dtype, small_vae) for name in ("torch", "torchax")]
+    candidates = [
+        compare.make_candidate(name, dtype, small_vae)
+        for dtype in (torch.float32, torch.bfloat16)
+        for name in ("torch", "torchax", "flax")
+    ]
+    wanted = [*filter(compare.LAYER_NAME.fullmatch, dict(small_vae.named_modules()))]
     for result in verifier.verify(candidates):
         assert result.passed, report.verdict(result)
         assert result.first_bad_layer is None
         assert len(result.whole["decode"].psnr) == len(result.whole["decode"].ssim) == 13 + 3
-        assert [layer.name for layer in result.layers if layer.name in wanted] == wanted, "in order"
-        assert (result.whole["decode"].relative > 1e-4) == (dtype == torch.bfloat16)
-
-
-@pytest.mark.slow
-def test_flax_passes_layer_by_layer_and_a_transposed_weight_of_it_is_named(small_vae):
-    verifier = compare.Verifier(small_vae, reference.video(1, height=48, width=64))
-    candidates = [
-        compare.make_candidate("flax", dtype, small_vae) for dtype in (torch.float32, torch.bfloat16)
-    ]
-    # One kernel computes the decoder's last norm and convolution, so the norm alone has no result.
-    wanted = {*filter(compare.LAYER_NAME.fullmatch, dict(small_vae.named_modules()))} - {"decoder.norm_out"}
-    for result in verifier.verify(candidates):
-        assert result.passed, report.verdict(result)
-        assert {layer.name for layer in result.layers} == wanted
-    kernel = candidates[0].vae.flax_vae.decoder.up_blocks[1].resnets[1].conv1.conv.kernel
+        # In Flax one kernel computes the last norm and convolution, so the norm alone has no result.
+        left_out = {"decoder.norm_out"} if result.backend == "flax" else set()
+        assert {layer.name for layer in result.layers} == {*wanted} - left_out
+        assert result.layers[0].name == "encoder.conv_in", "in order"
+        assert (result.whole["decode"].relative > 1e-4) == (result.dtype == "bfloat16")
+    kernel = candidates[2].vae.flax_vae.decoder.up_blocks[1].resnets[1].conv1.conv.kernel
     kernel[...] = kernel[...].swapaxes(-1, -2)
-    (result,) = verifier.verify(candidates[:1])
+    (result,) = verifier.verify(candidates[2:3])
     assert (result.passed, result.first_bad_layer.name) == (False, "decoder.up_blocks.1.resnets.1")
 
 
