@@ -64,7 +64,6 @@ def process_group(args: argparse.Namespace) -> Iterator[ProcessGroup]:
             options = {f"--{name}": repr(value) for name, value in vars(args).items() if name not in _OWN}
             sharding.check_same(mesh, options)
             yield ProcessGroup(mesh, sharding.is_first())
-            sharding.wait_for_all()  # the first process serves the connection of all, and must end last
     else:
         yield ProcessGroup(mesh_of(args))
 
@@ -83,9 +82,8 @@ def share_of_this_process(args: argparse.Namespace) -> Iterator[slice]:
     else:
         import jax
 
-        with _connected(args) as sharding:
+        with _connected(args):
             yield slice(jax.process_index(), None, jax.process_count())
-            sharding.wait_for_all()  # the first process serves the connection of all, and must end last
 
 
 @contextlib.contextmanager
@@ -103,6 +101,7 @@ def _connected(args: argparse.Namespace) -> Iterator[Any]:
             args.coordinator, args.processes, args.process, timeout=args.timeout or sharding.TIMEOUT
         )
         yield sharding
+        sharding.wait_for_all()  # the first process serves the connection of all, and must end last
     finally:
         sys.stdout.flush()
         os.dup2(stdout, 1)

@@ -427,12 +427,15 @@ class EncodeClip(_ClipUnit):
         memory.check_tiling(config.tiling, scale)
         sides = () if config.crop else (config.height, config.width)  # a crop is rounded down to a multiple
         bucket_sides = [side for bucket in config.buckets for side in (bucket.height, bucket.width)]
-        for side in (*sides, *bucket_sides):
-            if side and side % scale:
-                raise ClipError(
-                    f"got a side of {side} pixels: a multiple of {scale} is wanted, such as "
-                    f"{max(round(side / scale), 1) * scale}"
-                )
+        wanted = f"a multiple of {scale} is wanted, such as"
+        faults.refuse(
+            *(
+                (side % scale, f"got a side of {side} pixels: {wanted} {max(round(side / scale), 1) * scale}")
+                for side in (*sides, *bucket_sides)
+                if side
+            ),
+            error=ClipError,
+        )
 
     def encode(self, part: ClipPart) -> Latents:
         """Return the latents of a part of a clip; their `about` is empty for a clip without an id."""

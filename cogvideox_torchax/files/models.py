@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.files import reports
+from cogvideox_torchax.files import faults, reports
 
 INDEX = "model_index.json"
 """File that a whole pipeline has, and a single model has not."""
@@ -28,15 +28,22 @@ def local(name: str | Path) -> Path | None:
     `name` is a directory, a file in one, or a hub id; any other name raises `ModelError`.
     """
     path = Path(name).expanduser()
-    if path.is_file() and path.suffix not in FILE_SUFFIXES:
-        raise ModelError(f"{path} is no file of a model: give the model's directory")
+    is_id = str(name).count("/") == 1 and str(name)[0] not in "./~"  # OWNER/NAME, and no path
+    faults.refuse(
+        (
+            path.is_file() and path.suffix not in FILE_SUFFIXES,
+            f"{path} is no file of a model: give the model's directory",
+        ),
+        (
+            not (path.exists() or is_id),
+            f"there is no model directory {path}: give a directory, or a hub id, which is OWNER/NAME without "
+            "more",
+        ),
+        error=ModelError,
+    )
     if path.exists():
         return path.parent if path.is_file() else path
-    if str(name).count("/") == 1 and str(name)[0] not in "./~":  # OWNER/NAME, and no path
-        return None
-    raise ModelError(
-        f"there is no model directory {path}: give a directory, or a hub id, which is OWNER/NAME without more"
-    )
+    return None
 
 
 def locate(

@@ -82,6 +82,7 @@ def test_the_frames_are_those_of_stock_diffusers(models, name, mesh):
 
 
 @pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.slow_cases("int8")
 def test_a_scheduler_its_settings_and_a_lora_are_taken_as_stock_diffusers_takes_them(models, weights):
     pipe = small_pipelines.CLASSES["text"].from_pretrained(models("text"))
     small_pipelines.save_lora(small_pipelines.one_layer(), "hub/folder")

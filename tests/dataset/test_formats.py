@@ -13,7 +13,6 @@ import safetensors.torch
 import torch
 
 from cogvideox_torchax import cli
-from cogvideox_torchax.dataset import formats
 from cogvideox_torchax.files import kinds, latents as latent_files
 from tests.broken import DEEP
 from tests.dataset.conftest import GOOD, OPTIONS, pack, tree
@@ -33,17 +32,6 @@ def shard(encoded, tmp_path):
         return tmp_path / f"in/latents-00000{kinds.SUFFIXES[kind]}"
 
     return packed
-
-
-def test_bfloat16_is_stored_in_parquet_without_a_change(small, tmp_path):
-    latents = replace(small.wanted["a.mp4"], tensor=small.wanted["a.mp4"].tensor.bfloat16(), logvar=None)
-    latent_files.save(latents, tmp_path / "a.safetensors")
-    formats.write("parquet", [(0, tmp_path / "a.safetensors")], tmp_path / "a.parquet")
-    (row,) = pyarrow.parquet.read_table(tmp_path / "a.parquet").to_pylist()
-    assert json.loads(row["about"])["dtype"] == "torch.bfloat16"
-    values = np.frombuffer(row["vae_latent_bytes"], np.float32).reshape(row["vae_latent_shape"])
-    assert np.array_equal(values, latents.tensor[0].float().numpy())
-    assert row["vae_logvar_bytes"] is None
 
 
 def test_datasets_and_fastvideo_read_the_columns_of_parquet(small, shard, tmp_path):

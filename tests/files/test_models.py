@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.plan import videos
 from cogvideox_torchax import AutoencoderKLCogVideoX, backends
-from cogvideox_torchax.files.models import ModelError, locate, not_on_hub
+from cogvideox_torchax.files.models import ModelError, locate
 from cogvideox_torchax.flax import FlaxVAEForPipelines
 from cogvideox_torchax.vae.checkpoint import locate_vae
 from tests import reference
@@ -89,9 +89,3 @@ def test_a_part_lies_within_a_pipeline_and_a_model_alone_is_its_own(home):
     assert locate(home, "vae") == locate("~", "vae") == home / "vae"
     assert locate(home / "vae", "vae") == home / "vae"
     assert locate(home, "transformer") == home / "transformer", "which is not there, as its reader says"
-
-
-def test_of_the_hubs_error_a_whole_sentence_is_told():
-    first = f"Cannot find {'the snapshot ' * 20}of v1.5 on the hub."
-    error = not_on_hub("someone/name", OSError(f"{first}\nTo look for it, set 'local_files_only' to False."))
-    assert str(error).endswith(f"give a local directory ({first})")
