@@ -25,7 +25,7 @@ FIELDS: dict[str, type] = {
 def files_below(
     directory: Path, is_wanted: Callable[[Path], bool], say: Callable[[str], None], left_out: str = HIDDEN
 ) -> list[Path]:
-    """Return the wanted files in a directory and in those below it, also by links, each directory once.
+    """Return the wanted files in a directory and in those below it, each once, in order; follow links.
 
     Args:
         directory: where to look; its own name is not compared with `left_out`.
@@ -44,7 +44,7 @@ def files_below(
         else:
             found += filter(is_wanted, kept)
         seen.add(place)
-    return found
+    return sorted(found)
 
 
 def clips(path: str | Path, say: Callable[[str], None] = print) -> list[Clip]:
@@ -73,10 +73,9 @@ def clips(path: str | Path, say: Callable[[str], None] = print) -> list[Clip]:
 
 
 def _clips_below(directory: Path, say: Callable[[str], None]) -> list[Clip]:
-    files = files_below(directory, video.is_video, say)
     return [
         Clip(file.relative_to(directory).as_posix(), file, _caption_beside(file))
-        for file in sorted(files, key=lambda file: file.relative_to(directory).as_posix())
+        for file in files_below(directory, video.is_video, say)
     ]
 
 
@@ -158,13 +157,13 @@ def latent_files(directory: Path, say: Callable[[str], None] = print) -> list[Pa
     Raises:
         ClipError: there are none.
     """
+    # No more than these: an id, and so the path of its latents, may begin with a dot.
+    left_out = rf"{DISCARDED}|.*{re.escape(WRITING)}"
 
     def is_wanted(path: Path) -> bool:
         return path.suffix == ".safetensors" and path.is_file()
 
-    # No more than these: an id, and so the path of its latents, may begin with a dot.
-    left_out = rf"{DISCARDED}|.*{re.escape(WRITING)}"
     files = files_below(directory, is_wanted, say, left_out) if directory.is_dir() else []
     if not files:
         raise ClipError(f"{directory} holds no latent files (.safetensors): encode videos first")
-    return sorted(files)
+    return files

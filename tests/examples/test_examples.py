@@ -135,6 +135,12 @@ def shown(cells):
     return texts
 
 
+def code_of(name):
+    """Return the code of a notebook's cells."""
+    cells = json.loads((EXAMPLES / "notebooks" / f"{name}.ipynb").read_text())["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
 @pytest.mark.parametrize("name", ["one_chip", "eight_chips"])
 @pytest.mark.parametrize(("changed", "restarts"), [("torch", True), ("rich", False)])
 def test_a_notebook_prints_what_pip_changes_and_asks_for_a_restart(
@@ -150,17 +156,14 @@ def test_a_notebook_prints_what_pip_changes_and_asks_for_a_restart(
     popen = MagicMock()
     popen.return_value.__enter__.return_value = SimpleNamespace(stdout=[], returncode=0)
     monkeypatch.setattr("subprocess.Popen", popen)
-    cells = json.loads((EXAMPLES / "notebooks" / f"{name}.ipynb").read_text())["cells"]
-    source = "".join(next(cell["source"] for cell in cells if cell["cell_type"] == "code"))
+    install, *_ = code_of(name)
     with pytest.raises(SystemExit, match="into REPOSITORY"):
-        exec(compile(source, name, "exec"), {})
-    popen.assert_not_called()
-    source = source.replace('REPOSITORY = ""', 'REPOSITORY = "https://host/it"')
-    exec(compile(source, name, "exec"), {})
-    (clone,), (install,) = (call.args for call in popen.call_args_list)
+        exec(compile(install, name, "exec"), {})
+    exec(compile(install.replace('REPOSITORY = ""', 'REPOSITORY = "https://host/it"'), name, "exec"), {})
+    (clone,), (pip,) = (call.args for call in popen.call_args_list)
     assert clone[:2] == ["git", "clone"]
     assert "https://host/it" in clone
-    assert "cogvideox-torchax/constraints.txt" in " ".join(install)
+    assert "cogvideox-torchax/constraints.txt" in " ".join(pip)
     first, *rest = capsys.readouterr().out.splitlines()
     assert first == f"{changed}: {had[changed]} is now 99"
     assert ["restart the session" in line for line in rest] == [True] * restarts
@@ -168,12 +171,11 @@ def test_a_notebook_prints_what_pip_changes_and_asks_for_a_restart(
 
 @pytest.mark.parametrize("name", ["one_chip", "eight_chips"])
 def test_a_notebook_outside_a_checkout_takes_the_bundled_pipeline_of_the_installed_package(name, capsys):
-    cells = json.loads((EXAMPLES / "notebooks" / f"{name}.ipynb").read_text())["cells"]
-    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    _install, load, *_, measure = code_of(name)
     namespace = {"TINY": True, "CHECKOUT": Path("none"), "Path": Path, "sys": sys}
-    exec(compile(sources[1].partition("print(jax")[0], name, "exec"), namespace)
+    exec(compile(load.partition("print(jax")[0], name, "exec"), namespace)
     assert (namespace["MODEL"] / "model_index.json").is_file()
-    exec(compile(sources[-1], name, "exec"), namespace)
+    exec(compile(measure, name, "exec"), namespace)
     assert capsys.readouterr().out == "The measurement needs a checkout of the repository.\n"
 
 
