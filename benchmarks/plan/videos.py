@@ -18,8 +18,7 @@ from benchmarks.plan.programs import Work
 from cogvideox_torchax import backends, runtime
 from cogvideox_torchax.files.models import ModelError, locate
 from cogvideox_torchax.vae import checkpoint, tiling
-from cogvideox_torchax.vae.axes import NCTHW, NTHWC
-from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
+from cogvideox_torchax.vae.directions import DECODE, ENCODE, NCTHW, NTHWC, Direction
 from cogvideox_torchax.vae.sizes import SMALLEST_TILE, check_sides
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 

@@ -14,9 +14,6 @@ WEIGHTS_STEM = "diffusion_pytorch_model"
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """The names of dtypes in torch and JAX, by their names in safetensors; the widest dtype comes first."""
 
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-
-
 FILES = ("config.json", f"{WEIGHTS_STEM}*.safetensors*")
 """The files of a VAE to download."""
 
@@ -72,14 +69,10 @@ def weight_files(directory: Path, variant: str | None = None, *, stem: str = WEI
                 f"{directory} lacks {missing[0]}, one of the {len(names)} shards in {index.name}"
             )
         return [directory / name for name in names]
-    pickles = sorted(path for path in directory.iterdir() if path.suffix in PICKLE_SUFFIXES)
-    if pickles:
-        raise ModelError(
-            f"{directory} has only the pickle {pickles[0].name}, which can run code when loaded; convert it "
-            f"once: python -c \"import torch, safetensors.torch as s; s.save_file(torch.load('{pickles[0]}', "
-            f"weights_only=True), '{single}')\""
-        )
-    raise ModelError(f"{directory} has no {single.name}: is the download complete, and the variant right?")
+    raise ModelError(
+        f"{directory} has no {single.name}: is the download complete, and the variant right? A pickle, such "
+        "as a .bin, is never loaded, because it can run code"
+    )
 
 
 def dtype_name_of(

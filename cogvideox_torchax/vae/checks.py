@@ -9,8 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cogvideox_torchax.vae.axes import Axes
-from cogvideox_torchax.vae.directions import ENCODE, Direction
+from cogvideox_torchax.vae.directions import ENCODE, Axes, Direction
 
 LARGEST_EXPECTED = 10
 """A limit of absolute values: a noisy video in [-1, 1] stays below it, and one in [0, 255] does not."""

@@ -1,9 +1,16 @@
-"""The two directions of a VAE, encoding and decoding."""
+"""The two directions of a VAE, encoding and decoding, and the orders of axes of its arrays."""
 
 from enum import StrEnum
 from typing import Any
 
 from cogvideox_torchax.vae import chunks
+
+Axes = str
+"""An order of the axes N (videos), C (channels), T (frames), H (rows) and W (columns), such as "NCTHW"."""
+
+NCTHW: Axes = "NCTHW"
+NTHWC: Axes = "NTHWC"
+HWNTC: Axes = "HWNTC"
 
 
 class Direction(StrEnum):

@@ -26,14 +26,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from cogvideox_torchax.sharding.mesh import AXES
 from cogvideox_torchax.sharding.places import MeshPlace, spread
-from cogvideox_torchax.vae.axes import HWNTC, NCTHW, Axes
-from cogvideox_torchax.vae.columns import OnColumns
+from cogvideox_torchax.vae.directions import HWNTC, NCTHW, Axes
 from jax_kernels.common.columns import WHOLE, Split
 from jax_kernels.common.dispatch import Target, dispatch, map_shards
 from jax_kernels.common.frames import store_columns_last
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+class OnColumns:
+    """A mixin of modules that pass the sharding of the width, `split`, to their kernels.
+
+    Its value `WHOLE` stands for one device. A program for a mesh traces a copy of the modules, and sets the
+    `split` of the copy.
+    """
+
+    split: Split = WHOLE
 
 
 @jax.tree_util.register_dataclass

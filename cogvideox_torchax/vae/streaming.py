@@ -24,9 +24,8 @@ from cogvideox_torchax.runtime.models import PortedModel
 from cogvideox_torchax.runtime.trees import replaced_method
 from cogvideox_torchax.sharding import BatchPlacement
 from cogvideox_torchax.vae import memory, tiling
-from cogvideox_torchax.vae.axes import NCTHW
 from cogvideox_torchax.vae.checks import check_shape, check_values, integers_refused
-from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
+from cogvideox_torchax.vae.directions import DECODE, ENCODE, NCTHW, Direction
 
 
 def _checked(direction: Direction) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

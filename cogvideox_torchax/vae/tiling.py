@@ -17,9 +17,8 @@ import jax
 import numpy as np
 
 from cogvideox_torchax.runtime import arrays
-from cogvideox_torchax.vae.axes import Axes
 from cogvideox_torchax.vae.chunks import Step
-from cogvideox_torchax.vae.directions import Direction
+from cogvideox_torchax.vae.directions import Axes, Direction
 from cogvideox_torchax.vae.pixels import to_uint8
 from cogvideox_torchax.vae.placement import Placement
 

@@ -15,8 +15,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from cogvideox_torchax import port, runtime, upstream
 from cogvideox_torchax.runtime import bridge, host, torchtpu
-from cogvideox_torchax.vae.axes import HWNTC
-from cogvideox_torchax.vae.directions import DECODE
+from cogvideox_torchax.vae.directions import DECODE, HWNTC
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
 from cogvideox_torchax.vae.torchax.networks import chunk_network
 from jax_kernels.common.columns import WHOLE

@@ -11,8 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.backends import backend
-from cogvideox_torchax.vae.axes import HWNTC, NTHWC
-from cogvideox_torchax.vae.directions import DECODE, ENCODE
+from cogvideox_torchax.vae.directions import DECODE, ENCODE, HWNTC, NTHWC
 from cogvideox_torchax.vae.placement import Placement
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
 from tests import reference

@@ -24,9 +24,8 @@ from jax.typing import DTypeLike
 from cogvideox_torchax import runtime
 from cogvideox_torchax.sharding import check_mesh, spread
 from cogvideox_torchax.vae import checkpoint, chunks, tiling
-from cogvideox_torchax.vae.axes import NTHWC
 from cogvideox_torchax.vae.checks import check_shape, check_values, integers_refused
-from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
+from cogvideox_torchax.vae.directions import DECODE, ENCODE, NTHWC, Direction
 from cogvideox_torchax.vae.nnx import weights
 from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
 from cogvideox_torchax.vae.nnx.modules import Context, Conv3d, Decoder3D, Encoder3D, LayerConfig, run_layers

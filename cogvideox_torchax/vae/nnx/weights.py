@@ -24,9 +24,6 @@ from cogvideox_torchax.versions import TESTED, installed
 Keys = tuple[Any, ...]
 """The path of a parameter in the NNX state: names and list indices from the root down."""
 
-COMPILED_PREFIX = "_orig_mod."
-"""The prefix that `torch.compile` adds to the names of a compiled module's tensors."""
-
 _LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}
 """The last word of diffusers' name, by the last word of the path."""
 
@@ -55,8 +52,7 @@ def read_state(
 ) -> nnx.State:
     """Return an NNX state like `abstract` with the values of diffusers' tensors, which are read one by one.
 
-    Of `abstract` only the paths and the shapes count. A tensor's name may have the `COMPILED_PREFIX`, that of
-    `torch.compile`, in it. An error calls the weights by `source`.
+    Of `abstract` only the paths and the shapes count. An error calls the weights by `source`.
 
     Raises:
         ModelError: a tensor is missing, left over or of another shape.
@@ -65,10 +61,9 @@ def read_state(
     parameters = {diffusers_name(path): (path, variable) for path, variable in nnx.to_flat_state(abstract)}
     loaded: dict[str, tuple[Keys, nnx.Variable]] = {}
     unexpected: list[str] = []
-    for full_name, tensor in tensors:
-        name = full_name.replace(COMPILED_PREFIX, "")
+    for name, tensor in tensors:
         if name not in parameters:
-            unexpected.append(full_name)
+            unexpected.append(name)
             continue
         path, variable = parameters[name]
         array = to_nnx(path, tensor)

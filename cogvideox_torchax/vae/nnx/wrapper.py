@@ -113,28 +113,19 @@ class FlaxVAEForPipelines(ChunkedVAE):
 
     # Methods of torch modules and of diffusers' models, on the Flax model's weights
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:  # pyright: ignore
-        """Return copies of the weights as plain tensors, by diffusers' names.
-
-        Raises:
-            ValueError: an option of torch's `state_dict` is given.
-        """
-        if args or kwargs:
-            raise ValueError("state_dict of the Flax build takes no options: it gives every weight, by name")
+    def state_dict(self) -> dict[str, torch.Tensor]:  # pyright: ignore
+        """Return copies of the weights as plain tensors, by diffusers' names."""
         arrays = weights.state_dict(nnx.state(self.flax_vae, nnx.Param))
         return {name: runtime.plain_tensor(np.array(value)) for name, value in arrays.items()}
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load all tensors of a torch state dict, or none if one does not fit; `assign` has no effect.
+        """Load all tensors of a torch state dict, or none if one does not fit; the options have no effect.
 
         Raises:
             ModelError: a tensor is missing, left over or of another shape.
-            ValueError: `strict` is false.
         """
-        if not strict:
-            raise ValueError("load_state_dict of the Flax build is strict: give every weight, and no other")
         self.flax_vae.load_tensors(weights.from_torch(state_dict))
         # The wrapper has no torch weights, so an empty load returns what torch returns for a complete one.
         return super().load_state_dict({})
@@ -148,17 +139,14 @@ class FlaxVAEForPipelines(ChunkedVAE):
             ValueError: the Flax build does not compute in this dtype.
         """
         _device, dtype = runtime.device_and_dtype(args, kwargs)
-        return self._cast(dtype)
+        return self._apply(lambda tensor: tensor.to(dtype or tensor.dtype))
 
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> "FlaxVAEForPipelines":
         """Cast the weights; torch's `half()`, `float()` and the like call this with their cast as `fn`."""
-        # An empty tensor shows the dtype that `fn` casts to.
-        return self._cast((lambda: fn(torch.zeros(0, dtype=self.dtype)).dtype)())
-
-    def _cast(self, dtype: torch.dtype | None) -> "FlaxVAEForPipelines":
-        if dtype not in (None, self.dtype):
+        dtype = fn(torch.zeros(0, dtype=self.dtype)).dtype  # an empty tensor shows what `fn` casts to
+        if dtype != self.dtype:
             _check_dtype(dtype)
             self.flax_vae.cast(runtime.jax_dtype(dtype))
         return self
@@ -170,16 +158,8 @@ class FlaxVAEForPipelines(ChunkedVAE):
             ValueError: `requires_grad` is true.
         """
         if requires_grad:
-            self.enable_gradient_checkpointing()  # raises the error, which is the same for both methods
+            raise ValueError("the wrapper passes no gradients on: take them of `flax_vae` with jax.grad")
         return self
-
-    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Return the number of parameters; diffusers' options have no effect."""
-        return sum(parameter.size for parameter in jax.tree.leaves(nnx.state(self.flax_vae, nnx.Param)))
-
-    def enable_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
-        """Raise `ValueError`, because the wrapper passes no gradients on."""
-        raise ValueError("the wrapper passes no gradients on: take them of `flax_vae` with jax.grad")
 
     @property
     def dtype(self) -> torch.dtype:

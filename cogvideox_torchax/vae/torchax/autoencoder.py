@@ -24,9 +24,8 @@ from cogvideox_torchax.runtime.models import PortedModel, class_of, save_as_stoc
 from cogvideox_torchax.runtime.trees import change_in
 from cogvideox_torchax.sharding import check_mesh
 from cogvideox_torchax.vae import checkpoint, tiling
-from cogvideox_torchax.vae.axes import NCTHW
 from cogvideox_torchax.vae.chunks import Step, run
-from cogvideox_torchax.vae.directions import Direction
+from cogvideox_torchax.vae.directions import NCTHW, Direction
 from cogvideox_torchax.vae.placement import Placement, VideoPlacement
 from cogvideox_torchax.vae.streaming import ChunkedVAE, frames_of_chunks, joined
 from cogvideox_torchax.vae.torchax.modules import port_modules

@@ -26,7 +26,7 @@ import jax_kernels
 from cogvideox_torchax.runtime import torch_view
 from cogvideox_torchax.runtime.trees import runs_kernel
 from cogvideox_torchax.vae import blocks
-from cogvideox_torchax.vae.columns import OnColumns
+from cogvideox_torchax.vae.placement import OnColumns
 from jax_kernels.common.columns import WHOLE
 
 Cache = dict[str, Any]

@@ -18,10 +18,9 @@ from torch import nn
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.runtime.layers import watched
-from cogvideox_torchax.vae.axes import HWNTC, NCTHW, Axes
-from cogvideox_torchax.vae.columns import OnColumns
-from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
+from cogvideox_torchax.vae.directions import DECODE, ENCODE, HWNTC, NCTHW, Axes, Direction
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
+from cogvideox_torchax.vae.placement import OnColumns
 from jax_kernels.common.columns import with_clear_padding
 
 
