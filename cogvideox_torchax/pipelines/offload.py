@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime.bridge import array_of
@@ -108,10 +107,7 @@ class Offload:
 
 
 def _to_host(array: jax.Array) -> Any:
-    """Return an array in the host's memory as the devices know it, else as a NumPy array."""
+    """Return an array in the host's memory."""
     if array.is_fully_replicated:  # one copy is enough
         array = array.addressable_shards[0].data
-    device = next(iter(array.sharding.device_set))
-    if HOST_MEMORY not in {memory.kind for memory in device.addressable_memories()}:
-        return np.asarray(array)
     return jax.device_put(array, array.sharding.with_memory_kind(HOST_MEMORY))

@@ -73,15 +73,19 @@ class Sequence:
         """Return the layout for numbers of videos and tokens; on one device `placement` is None."""
         if placement is None:  # one device
             return cls(text, tokens, _padded_length(tokens, 1))
-        mesh = placement.mesh
-        batch_axis = placement.batch_axis(videos)
-        if placement.parallelism.kind == TENSOR:
-            # Tokens are not split, but attention may split them inside, over "tp" (`shard_heads`).
-            length = _padded_length(tokens, mesh.shape["tp"])
-            return cls(text, tokens, length, batch=batch_axis, shared=mesh)
-        token_axes = placement.token_axes(videos)
-        length = _padded_length(tokens, math.prod(mesh.shape[axis] for axis in token_axes))
-        return cls(text, tokens, length, batch=batch_axis, axes=token_axes, mesh=mesh)
+        mesh, token_axes = placement.mesh, placement.token_axes(videos)
+        is_tensor = placement.parallelism.kind == TENSOR
+        # With "tensor" tokens are not split, but attention may split them inside, over "tp" (`shard_heads`).
+        parts = mesh.shape["tp"] if is_tensor else math.prod(mesh.shape[axis] for axis in token_axes)
+        return cls(
+            text,
+            tokens,
+            _padded_length(tokens, parts),
+            batch=placement.batch_axis(videos),
+            axes=token_axes,
+            mesh=None if is_tensor else mesh,
+            shared=mesh if is_tensor else None,
+        )
 
     @property
     def spec(self) -> PartitionSpec:

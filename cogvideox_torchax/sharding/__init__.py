@@ -1,7 +1,13 @@
-"""The dp x tp mesh: `places` runs programs on it, `processes` serves a mesh of several processes."""
+"""The dp x tp mesh: `mesh` has the devices of a program, `processes` serves a mesh of several processes."""
 
-from cogvideox_torchax.sharding.mesh import Parallel, check_mesh, make_mesh
-from cogvideox_torchax.sharding.places import BatchPlacement, MeshPlace, spread
+from cogvideox_torchax.sharding.mesh import (
+    BatchPlacement,
+    MeshPlace,
+    Parallel,
+    check_mesh,
+    make_mesh,
+    spread,
+)
 from cogvideox_torchax.sharding.processes import (
     TIMEOUT,
     ProcessError,

@@ -24,8 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from cogvideox_torchax.sharding.mesh import AXES
-from cogvideox_torchax.sharding.places import MeshPlace, spread
+from cogvideox_torchax.sharding.mesh import AXES, MeshPlace, spread
 from cogvideox_torchax.vae.directions import HWNTC, NCTHW, Axes
 from jax_kernels.common.columns import WHOLE, Split
 from jax_kernels.common.dispatch import Target, dispatch, map_shards

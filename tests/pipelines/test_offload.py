@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import accelerate
 import jax
-import numpy as np
 import pytest
 import torch
 from diffusers import CogVideoXPipeline, FirstBlockCacheConfig
@@ -245,23 +244,18 @@ LOAD, SMALL = functools.partial(load_pipeline, dtype=torch.float32), 1_040_000
 
 
 @pytest.mark.parametrize(
-    ("make", "free", "host_memory"),
+    ("make", "free"),
     [
-        pytest.param(functools.partial(LOAD, offload=True), None, offload.HOST_MEMORY, id="asked"),
-        pytest.param(functools.partial(LOAD, offload=True), None, "no such memory", id="asked, in NumPy"),
-        pytest.param(LOAD, SMALL, offload.HOST_MEMORY, id="no room"),
-        pytest.param(lambda _: port(build()), SMALL, offload.HOST_MEMORY, id="no room for a port"),
+        pytest.param(functools.partial(LOAD, offload=True), None, id="asked"),
+        pytest.param(LOAD, SMALL, id="no room"),
+        pytest.param(lambda _: port(build()), SMALL, id="no room for a port"),
     ],
 )
 def test_weights_wait_on_the_host_if_asked_or_if_they_do_not_fit(
-    make, free, host_memory, want, saved, monkeypatch, caplog
+    make, free, want, saved, monkeypatch, caplog
 ):
     monkeypatch.setattr(sharding, "memory_of", lambda mesh: free)
-    monkeypatch.setattr(offload, "HOST_MEMORY", host_memory)
     pipe = make(saved())
-    assert {isinstance(array, np.ndarray) for name in NETWORKS for array in arrays(pipe, name)} == {
-        host_memory == "no such memory"
-    }
     assert on_devices(pipe) == set()
     assert torch.equal(frames(pipe), want)
     words = "0.00 GiB of weights for 0.00 GiB of a device: they wait on the host between uses"
@@ -288,31 +282,20 @@ def offloaded():
     return pipe
 
 
-@pytest.fixture(scope="module")
-def pinned():
-    return offloaded()
-
-
-@pytest.fixture(scope="module")
-def in_numpy():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload, "HOST_MEMORY", "no such memory")
-        return offloaded()
+waiting = pytest.fixture(scope="module")(offloaded)
+"""A pipeline that a test leaves as it is."""
 
 
 @pytest.mark.parametrize("use", WITH_WAITING.values(), ids=WITH_WAITING)
-def test_what_is_done_with_weights_on_devices_is_done_while_they_wait_as_numpy(
-    use, want, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(offload, "HOST_MEMORY", "no such memory")
+def test_what_is_done_with_weights_on_devices_is_done_while_they_wait(use, want, tmp_path):
     pipe = offloaded()
     use(pipe, tmp_path)
     assert largest_error(frames(pipe), want) < 1e-5
 
 
 @pytest.mark.parametrize("part", ["transformer", "vae"])
-def test_what_diffusers_does_to_weights_in_pytorch_is_refused_by_name(part, pinned):
-    model, device = getattr(pinned, part), torch.device("cpu")
+def test_what_diffusers_does_to_weights_in_pytorch_is_refused_by_name(part, waiting):
+    model, device = getattr(waiting, part), torch.device("cpu")
     with pytest.raises(ValueError, match=r"enable_group_offload is .*call pipe.enable_model_cpu_offload"):
         model.enable_group_offload(onload_device=device, offload_type="leaf_level")
     with pytest.raises(ValueError, match=r"enable_layerwise_casting is .*call it before port"):
@@ -336,12 +319,8 @@ CHILDREN = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # of what goes to the host
 @pytest.mark.parametrize("call", CHILDREN.values(), ids=CHILDREN)
-@pytest.mark.parametrize("memory", ["pinned", "in_numpy"])
-def test_a_part_of_a_network_whose_weights_wait_can_be_used_alone(call, memory, request):
-    waiting = request.getfixturevalue(memory)
-
+def test_a_part_of_a_network_whose_weights_wait_can_be_used_alone(call, waiting):
     def given(*shape):
         return torch.linspace(-1, 1, math.prod(shape)).reshape(shape)
 
