@@ -229,7 +229,7 @@ def test_a_callback_sees_every_step_what_it_changes_counts_and_what_it_keeps_sta
 
 
 def test_gradients_of_the_transformer_are_refused_in_words(ported):
-    tensors = [runtime.to_jax(torch.zeros(size)) for size in ((1, 2, 16, 4, 8), (1, 16, 32), (1,))]
+    tensors = [*map(runtime.to_jax, TENSORS)]
     with torch.enable_grad():
         sample = ported.transformer(*tensors, return_dict=False)[0]
         # A loop that is not in `no_grad` has results of networks, and of weights, as inputs.
@@ -241,25 +241,11 @@ def test_gradients_of_the_transformer_are_refused_in_words(ported):
 @pytest.mark.parametrize("wanted", [lambda x: x, lambda x: torch.cat([x * 2, x * 3], dim=1)])
 @pytest.mark.parametrize("position", [0, 1])
 def test_a_gradient_of_a_networks_input_is_refused_at_its_call_with_what_works(ported, wanted, position):
-    tensors = [runtime.to_jax(torch.zeros(size)) for size in ((1, 2, 16, 4, 8), (1, 16, 32), (1,))]
+    tensors = [*map(runtime.to_jax, TENSORS)]
     with torch.enable_grad():
         tensors[position] = wanted(tensors[position].requires_grad_())
         with pytest.raises(ValueError, match=r"in torch.no_grad\(\), and .* the VAE alone"):
             ported.transformer(*tensors)
-
-
-def test_diffusers_parallelism_is_refused_by_name(ported):
-    with pytest.raises(ValueError, match="^transformer: enable_parallelism .* mesh=make_mesh"):
-        ported.transformer.enable_parallelism(config=ContextParallelConfig(ring_degree=2))
-
-
-def test_inputs_and_weights_in_two_places_are_refused_in_words(ported):
-    tensors = torch.zeros(1, 2, 16, 4, 8), torch.zeros(1, 16, 32), torch.zeros(1)
-    with pytest.raises(ValueError, match="got inputs on the host for weights on jax: move"):
-        ported.transformer(*tensors)
-    on_host = port_network(small_pipelines.transformer("5b", num_layers=1))
-    with pytest.raises(ValueError, match="got inputs on jax for weights in PyTorch: move"):
-        on_host(*map(runtime.to_jax, tensors))
 
 
 class Forwarding(CogVideoXDDIMScheduler):
@@ -328,22 +314,29 @@ def test_a_nan_stops_the_run_without_decoding_and_names_the_step(ported, part, w
         frames(ported, callback_on_step_end=callback, output_type="latent")
 
 
-def test_what_is_set_after_the_port_is_refused_before_anything_runs(monkeypatch):
-    pipe = pipeline(placement="one device")
-    for name, part in (("vae", shared(None)[0]), ("transformer", torch.compile(torch.nn.Linear(1, 1)))):
-        with monkeypatch.context() as patch:
-            patch.setattr(pipe, name, part)
-            with pytest.raises(ValueError, match=f"^the pipeline's {name}, a .*, was set after port: call"):
-                frames(pipe)
-    pipe = port(small_pipelines.one_layer())
+def cast(pipe):
     apply_layerwise_casting(pipe.transformer, torch.bfloat16, torch.float32)
-    with pytest.raises(ValueError, match="^the weights of a CogVideoXTransformer3DModel are cast layer by"):
-        frames(pipe)
+
+
+SET_AFTER_THE_PORT = {
+    "a VAE": (lambda pipe: setattr(pipe, "vae", shared(None)[0]), "the pipeline's vae, a .*, was set after"),
+    "a transformer": (
+        lambda pipe: setattr(pipe, "transformer", torch.compile(torch.nn.Linear(1, 1))),
+        "the pipeline's transformer, a .*, was set after port: call",
+    ),
+    "a cast": (cast, "the weights of a CogVideoXTransformer3DModel are cast layer by"),
+    "offload": (
+        lambda pipe: accelerate.hooks.add_hook_to_module(pipe.vae, accelerate.hooks.ModelHook()),
+        "the weights of the pipeline's vae were offloaded after port: call",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), SET_AFTER_THE_PORT.values(), ids=SET_AFTER_THE_PORT)
+def test_what_is_set_after_the_port_is_refused_before_anything_runs(change, words):
     pipe = port(small_pipelines.one_layer())
-    accelerate.hooks.add_hook_to_module(pipe.vae, accelerate.hooks.ModelHook())
-    with pytest.raises(
-        ValueError, match="^the weights of the pipeline's vae were offloaded after port: call"
-    ):
+    change(pipe)
+    with pytest.raises(ValueError, match=f"^{words}"):
         frames(pipe)
 
 
@@ -369,26 +362,6 @@ def test_options_of_a_call_are_compiled_in_and_only_the_last_ones_kept(ported):
     assert programs[0] is programs[1]
     assert programs[2] is programs[3] is not programs[4]
     assert programs[-1] is not programs[0]
-
-
-@pytest.mark.parametrize(
-    ("size", "words"),
-    [({"height": 10}, "multiples of 8; try height=8, width=16"), ({"width": 18}, "height=8, width=16")],
-)
-def test_a_size_that_no_patches_fit_is_refused_before_anything_runs(ported, size, words):
-    compiled = ported.text_encoder.program.compilations
-    with pytest.raises(ValueError, match=words):
-        frames(ported, **size, max_sequence_length=9)
-    assert ported.text_encoder.program.compilations == compiled
-
-
-@pytest.mark.parametrize("kind", ["text", "image"])
-def test_a_size_beyond_the_positions_of_1_5_is_refused_before_anything_is_compiled(kind):
-    pipe = pipeline(kind, "1.5", "one device")
-    words = "got height=16, width=24: .* at most height=8, width=16; try height=8, width=16"
-    with compilations() as counted, pytest.raises(ValueError, match=words):
-        frames(pipe, kind, height=16, width=24, max_sequence_length=9)
-    assert counted == []
 
 
 @pytest.mark.parametrize("owner", ["class", "object", "module"])
@@ -418,22 +391,6 @@ def of_parts(kind, of, version="5b"):
     return pipeline(kind, version, "one device", transformer=transformer("one device", version, channels))
 
 
-@pytest.mark.parametrize(
-    ("kind", "of", "version", "words"),
-    [
-        ("image", "text", "5b", "takes 16 channels: it must take 32, the VAE's 16"),
-        ("image", "text", "1.5", "takes 16 channels: it must take 32, the VAE's 16"),
-    ],
-)
-def test_a_transformer_for_another_kind_of_pipeline_is_refused_before_anything_is_compiled(
-    kind, of, version, words
-):
-    pipe = of_parts(kind, of, version)
-    with compilations() as counted, pytest.raises(ValueError, match=words):
-        frames(pipe, kind, max_sequence_length=9)
-    assert counted == []
-
-
 class WithItsOwnLatents(CogVideoXImageToVideoPipeline):
     def prepare_latents(self, *args, **kwargs):
         return super().prepare_latents(*args, **kwargs)
@@ -459,19 +416,64 @@ def test_channels_are_not_checked_where_anything_may_give_the_transformer_others
     _check_image_channels(pipe, CogVideoXImageToVideoPipeline.__call__)
 
 
-@pytest.mark.parametrize("version", ["2b", "5b-I2V"])
-def test_a_prompt_without_positions_is_refused_in_words(version):
-    model = transformer("one device", version, ())
-    tensors = [runtime.to_jax(torch.zeros(size)) for size in ((1, 3, 16, 4, 8), (1, 226, 32), (1,))]
-    with pytest.raises(ValueError, match="prompt of 226 tokens.* pass max_sequence_length=16 to the"):
-        model(*tensors)
+TENSORS = [torch.zeros(size) for size in ((1, 2, 16, 4, 8), (1, 16, 32), (1,))]
+"""A step's inputs."""
+NO_POSITIONS = {"max_sequence_length": 9}
+"""An option that is refused once the prompt is encoded."""
+LARGE = {"height": 16, "width": 24, **NO_POSITIONS}
+REFUSED = {
+    "diffusers' parallelism": (
+        lambda pipe: pipe.transformer.enable_parallelism(config=ContextParallelConfig(ring_degree=2)),
+        "^transformer: enable_parallelism .* mesh=make_mesh",
+    ),
+    "inputs on the host": (
+        lambda pipe: pipe.transformer(*TENSORS),
+        "got inputs on the host for weights on jax: move",
+    ),
+    "weights on the host": (
+        lambda _: port_network(small_pipelines.transformer("5b"))(*map(runtime.to_jax, TENSORS)),
+        "got inputs on jax for weights in PyTorch: move",
+    ),
+    "dropout": (
+        lambda _: port(small_pipelines.one_layer()).text_encoder.train()(torch.zeros(1, 16).long()),
+        r"^text_encoder\.encoder\.block\.0\..*dropout drops values",
+    ),
+    "a height": (
+        lambda pipe: frames(pipe, height=10, **NO_POSITIONS),
+        "multiples of 8; try height=8, width=16",
+    ),
+    "a width": (lambda pipe: frames(pipe, width=18, **NO_POSITIONS), "height=8, width=16"),
+    **{
+        f"a size beyond the positions of 1.5, {kind}": (
+            lambda _, kind=kind: frames(pipeline(kind, "1.5", "one device"), kind, **LARGE),
+            "got height=16, width=24: .* at most height=8, width=16; try height=8, width=16",
+        )
+        for kind in ("text", "image")
+    },
+    **{
+        f"a transformer for another kind of pipeline, {version}": (
+            lambda _, version=version: frames(of_parts("image", "text", version), "image", **NO_POSITIONS),
+            "takes 16 channels: it must take 32, the VAE's 16",
+        )
+        for version in ("5b", "1.5")
+    },
+    **{
+        f"a prompt without positions, {version}": (
+            lambda _, version=version: transformer("one device", version, ())(
+                *map(runtime.to_jax, (torch.zeros(1, 3, 16, 4, 8), torch.zeros(1, 226, 32), torch.zeros(1)))
+            ),
+            "prompt of 226 tokens.* pass max_sequence_length=16 to the",
+        )
+        for version in ("2b", "5b-I2V")
+    },
+}
 
 
-def test_dropout_is_refused_by_the_component_of_the_pipeline():
-    encoder = port_network(small_pipelines.text_encoder())
-    encoder.place()
-    with pytest.raises(ValueError, match=r"^text_encoder\.encoder\.block\.0\..*dropout drops values"):
-        encoder.train()(torch.zeros(1, 16, dtype=torch.long))
+@pytest.mark.parametrize(("call", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_is_refused_in_words_before_anything_is_compiled(ported, call, words):
+    with compilations() as counted, pytest.raises(ValueError, match=words):
+        call(ported)
+    assert {*counted} <= {"jit(stage)"}, "what moves a table of positions"
 
 
 @pytest.mark.slow
@@ -562,22 +564,3 @@ def test_a_step_reads_nothing_from_the_device(ported, monkeypatch):
         reads.clear()
         frames(ported, callback_on_step_end=callback, output_type="latent")
         assert reads[reads.index("step 0") : reads.index("step 3") + 1] == [f"step {i}" for i in range(4)]
-
-
-def test_latents_of_a_pipeline_are_tensors_of_a_device_in_any_thread_and_in_none_of_torchaxs_modes(ported):
-    latents = frames(ported, num_inference_steps=1, output_type="latent")
-    assert runtime.on_jax(latents)
-    assert torch.equal((latents * 2).permute(0, 2, 1, 3, 4).cpu(), latents.cpu().permute(0, 2, 1, 3, 4) * 2)
-
-
-def test_a_scheduler_with_tensors_on_jax_inverts_a_video_outside_of_a_pipeline():
-    def inverted(device):
-        scheduler = small_pipelines.scheduler()
-        scheduler.set_timesteps(4, device=device)
-        latents = torch.linspace(-1, 1, 64).reshape(1, 2, 4, 8).to(device)
-        for timestep in reversed(scheduler.timesteps):
-            latents = scheduler.add_noise(latents, latents * 0.1, timestep.reshape(1))
-            latents = scheduler.step(latents * 0.5, timestep, latents, return_dict=False)[0]
-        return latents.cpu()
-
-    assert relative_error(inverted("jax"), inverted("cpu")) < TOLERANCE
