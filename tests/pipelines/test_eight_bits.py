@@ -1,5 +1,6 @@
 """Weights in eight bits stay so on the device, and give what PyTorch gives with rounded weights."""
 
+import functools
 import pickle
 import re
 from typing import Any
@@ -37,11 +38,13 @@ from cogvideox_torchax.runtime.device import import_torchax
 from cogvideox_torchax.runtime.trees import change_in
 from cogvideox_torchax.vae.tolerances import rms_error
 from tests import small_pipelines
-from tests.pipelines.test_blocks import SPLITS, step, stock
+from tests.pipelines import test_blocks
+from tests.pipelines.test_blocks import SPLITS, step
 from tests.pipelines.test_changes import with_lora
 from tests.reference import largest_error
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
+stock = functools.partial(test_blocks.stock, num_layers=1)
 KERNELS = "qk_norm_rope", "adaptive_layer_norm", "gated_linear", "linear_gelu", "split_linear"
 
 
@@ -113,15 +116,6 @@ def test_a_step_in_int8_is_that_of_the_rounded_weights(weights, split, version):
         assert (sums_of_int8 is not None) == (weights == "int8-dynamic")
 
 
-@pytest.mark.parametrize("weights", ["int8", "int8-dynamic"])
-def test_a_prompt_in_int8_is_that_of_the_rounded_weights(weights):
-    make = lambda: small_pipelines.text_encoder()  # noqa: E731
-    ids, model = torch.tensor([[3, 4, 5, 1]]), ported(text_encoder=make(), weights=weights).text_encoder
-    want = rounded(make())(ids)[0]
-    assert largest_error(runtime.to_torch(model(runtime.to_jax(ids))[0]), want) < 1e-4
-    assert {name for name, w in model.named_parameters() if w.dtype == torch.int8} == matrices(make())
-
-
 def test_the_files_weights_become_int8_while_they_are_loaded(tmp_path):
     pipe = small_pipelines.one_layer()
     pipe.save_pretrained(tmp_path)
@@ -156,6 +150,7 @@ def test_what_is_read_of_int8_has_the_dtype_that_transformers_gives_it(tmp_path)
 
 
 @pytest.mark.parametrize(("weights", "error"), [("int8", largest_error), ("int8-dynamic", error_of)])
+@pytest.mark.slow_cases("int8-largest*")
 def test_a_model_in_int8_moves_casts_and_takes_a_lora_with_its_scales_exact(weights, error):
     model = ported(weights=weights).transformer
     scales = {name: runtime.to_torch(scale) for name, scale in model.named_buffers() if "scale" in name}
@@ -209,6 +204,10 @@ REFUSED = {
         "weights='int4': it takes 'int8', 'int8-dynamic', or None",
     ),
     "a VAE": (lambda pipe, path: port(pipe.vae, weights="int8"), "weights='int8' for a AutoencoderKLCog"),
+    "no network": (
+        lambda pipe, path: port(pipeline_of(), weights="int8"),
+        "which has neither of the networks",
+    ),
 }
 
 
@@ -223,12 +222,6 @@ def test_what_int8_cannot_do_is_refused_in_one_line(pipe, tmp_path, call, words)
         call(pipe, tmp_path)
     assert "\n" not in str(error.value)
     assert not [*tmp_path.iterdir()]
-
-
-def test_an_object_without_a_network_for_int8_is_refused():
-    pipe = small_pipelines.build(transformer=None, text_encoder=None, tokenizer=None)
-    with pytest.raises(ValueError, match="which has neither of the networks"):
-        port(pipe, weights="int8")
 
 
 def from_gguf(model, tmp_path):
@@ -286,8 +279,20 @@ FORMS = {
 
 
 def loaded(form, part, tmp_path):
-    make = stock if part == "transformer" else lambda: small_pipelines.text_encoder(num_layers=1)
-    return FORMS[form][0](make(), tmp_path).eval()
+    model = stock() if part == "transformer" else small_pipelines.text_encoder(num_layers=1)
+    return FORMS[form][0](model, tmp_path).eval() if form in FORMS else model
+
+
+def pipeline_of(**parts):
+    return small_pipelines.build(**{"transformer": None, "text_encoder": None, "tokenizer": None, **parts})
+
+
+def in_form(form, tmp_path, part="transformer"):
+    """Return a network in a form, ported, and the one in PyTorch that it has to compute the same as."""
+    model, want = (loaded(form, part, tmp_path) for _ in range(2))
+    if form in FORMS:
+        return getattr(port(pipeline_of(**{part: model})), part), want
+    return getattr(ported(**{part: model}, weights=form), part), rounded(want, form)
 
 
 class ByWeights(CogVideoXAttnProcessor2_0):
@@ -318,10 +323,9 @@ HELD = "int8", "int8-dynamic", "torchao int8", "torchao float8"
 
 @pytest.mark.parametrize("read", [reading_weights, with_dora])
 @pytest.mark.parametrize("form", HELD)
+@pytest.mark.slow_cases(but=["int8-reading*", "torchao float8-with_dora"])
 def test_who_reads_a_weight_sees_the_values_that_its_bits_stand_for(form, read, tmp_path):
-    weights = None if form in FORMS else form
-    make = stock if weights else lambda: loaded(form, "transformer", tmp_path)
-    model, want = ported(make(), weights=weights).transformer, rounded(make(), weights) if weights else make()
+    model, want = in_form(form, tmp_path)
     without = step(model)
     read(model)
     model.place()
@@ -335,9 +339,7 @@ def test_who_reads_a_weight_sees_the_values_that_its_bits_stand_for(form, read, 
 @pytest.mark.parametrize("form", [*HELD, "GGUF"])
 @pytest.mark.slow_cases("int8-dynamic*", "torchao int8*")
 def test_a_write_into_values_that_are_written_out_is_refused(form, device, tmp_path):
-    weights = None if form in FORMS else form
-    make = stock if weights else lambda: loaded(form, "transformer", tmp_path)
-    model = ported(make(), weights=weights).transformer.to(device)
+    model = in_form(form, tmp_path)[0].to(device)
     with_lora("to_q", "to_v")(model)
     lora = model.transformer_blocks[0].attn1.to_q
     layer, values = lora.base_layer, lora.base_layer.weight
@@ -371,10 +373,6 @@ def in_bits(model):
 
 def of_dtype(model, dtype):
     return {name for name, weight in model.named_parameters() if weight.dtype == dtype}
-
-
-def pipeline_of(**parts):
-    return small_pipelines.build(**{"transformer": None, "text_encoder": None, "tokenizer": None, **parts})
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -415,14 +413,12 @@ def test_a_layer_of_the_users_stays_so_when_its_weights_are_cast(tmp_path):
     assert largest_error(step(port(pipeline_of(transformer=model)).transformer), want) < 1e-4
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "GGUF"])
-def test_a_prompt_with_the_bits_of_another_library_is_that_of_its_model(form, tmp_path):
-    model = loaded(form, "text_encoder", tmp_path)
-    ids, names = torch.tensor([[3, 4, 5, 1]]), in_bits(model)
-    want = model(ids)[0]
-    model = port(pipeline_of(text_encoder=model)).text_encoder
-    assert largest_error(runtime.to_torch(model(runtime.to_jax(ids))[0]), want) < 1e-4
-    assert of_dtype(model, FORMS[form][1]) == names != set()
+@pytest.mark.parametrize("form", [*HELD, "layerwise casting"])
+def test_a_prompt_in_few_bits_is_that_of_its_model(form, tmp_path):
+    ids, (model, want) = torch.tensor([[3, 4, 5, 1]]), in_form(form, tmp_path, "text_encoder")
+    names = in_bits(want) if form in FORMS else matrices(want)
+    assert largest_error(runtime.to_torch(model(runtime.to_jax(ids))[0]), want(ids)[0]) < 1e-4
+    assert of_dtype(model, FORMS[form][1] if form in FORMS else torch.int8) == names != set()
     assert change_in(model) is None
 
 
