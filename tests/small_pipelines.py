@@ -144,9 +144,10 @@ def save_lora(pipe, path):
     from peft.utils import get_peft_model_state_dict
 
     model, generator = pipe.transformer, torch.Generator().manual_seed(7)
-    model.add_adapter(LoraConfig(r=2, lora_alpha=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
-    layers = {
+    layers = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"]
+    model.add_adapter(LoraConfig(r=2, lora_alpha=4, target_modules=layers, rank_pattern={"to_k": 3}))
+    matrices = {
         name: torch.randn(value.shape, generator=generator) * 0.3
         for name, value in get_peft_model_state_dict(model).items()
     }
-    pipe.save_lora_weights(path, transformer_lora_layers=layers)
+    pipe.save_lora_weights(path, transformer_lora_layers=matrices)

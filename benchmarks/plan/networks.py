@@ -27,6 +27,7 @@ from benchmarks.plan.chips import GIB, Chip, PlanError
 from benchmarks.plan.programs import Work
 from cogvideox_torchax import runtime
 from cogvideox_torchax.files.models import INDEX, locate, read_json
+from cogvideox_torchax.pipelines import caches
 from cogvideox_torchax.pipelines.cache_options import config_of
 from cogvideox_torchax.pipelines.eight_bits import Weights, quantize
 from cogvideox_torchax.pipelines.networks import KnownNetwork
@@ -301,7 +302,14 @@ def _plan_cached_run(network: Any, cache: str, batch: int) -> list[Any]:
     network.take_cache()  # moves the hooks that diffusers has put on the modules into `step_cache`
     # A step's form tells which layers it runs. Its numbers are the scalar inputs that the cache adds to the
     # step's program, such as a threshold, by name.
-    return network.step_cache.plan_run(network, batch, steps())
+    state = network.step_cache.new_state("a plan")  # hooks need a context; its name does not matter
+    tensors = {"hidden_states": torch.empty(batch, 0)}  # of which only the batch size is read
+    plans = [network.step_cache.plan_step(state, network, tensors) for _ in steps()]
+    if isinstance(network.step_cache, caches.FirstBlockSteps):
+        # In a run one program has both kinds of steps, and the device chooses. Here each is a program.
+        _form, numbers = plans[0]
+        return [(caches.form("first_block", reuses=reuses), numbers) for reuses in (False, True)]
+    return plans
 
 
 def weight_bytes(work: Work) -> int:

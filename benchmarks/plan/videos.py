@@ -151,8 +151,10 @@ def chunk_program(
         config = FlaxAutoencoderKLCogVideoXConfig.from_dict(dict(vae.config))
         dtype = runtime.jax_dtype(vae.dtype)
         weightless = FlaxAutoencoderKLCogVideoX.weightless(config, dtype=dtype, param_dtype=dtype)
-        weightless.mesh = vae.mesh  # which `build_program` reads
-        program: Any = weightless.build_program(direction)
+        weightless.mesh = vae.mesh  # which `placement` reads
+        network, structs = weightless.network(direction)
+        network = replace(network, weights=structs)
+        program: Any = runtime.ArrayProgram(network, weightless.placement(direction))
     else:
         program = vae.build_program(direction, stock=backend == "torchax-stock")
     if mesh.size == 1:  # otherwise `place_on` has chosen the program's devices

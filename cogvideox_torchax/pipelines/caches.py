@@ -142,9 +142,9 @@ class StepCache:
         name = _THREAD.context if has_contexts else None
         states = _THREAD.states.setdefault(self, {})
         # The state is put back after the step. If the step fails, it is gone, and the next step begins a run.
-        state = states.pop(name, None) or self._new_state(name)
+        state = states.pop(name, None) or self.new_state(name)
         # Without torchax, as the hooks compute with plain tensors on the host.
-        step_form, numbers = self._plan_step(state, model, tensors)
+        step_form, numbers = self.plan_step(state, model, tensors)
         network = make_network(step_form)
         program = model.program_of(network)  # all steps of this form have one program
         # Both are moved to the program's devices, unless they are there already.
@@ -157,18 +157,7 @@ class StepCache:
         states[name] = state
         return runtime.tensor_of(prediction)
 
-    def plan_run(self, model: Any, batch: int, steps: Iterable[Any]) -> list[StepPlan]:
-        """Return the `StepPlan` of each step of a run, without running a step.
-
-        With guidance `batch` counts each video twice. `steps` has one item for each step. The item's value is
-        ignored, but a generator can run code between two steps, such as code that sets the timestep which
-        the hooks' callbacks return.
-        """
-        state = self._new_state("a plan")  # hooks need a context; its name does not matter
-        tensors = {"hidden_states": torch.empty(batch, 0)}  # `_plan_step` reads only the batch size
-        return [self._plan_step(state, model, tensors) for _ in steps]
-
-    def _new_state(self, name: str | None) -> RunState:
+    def new_state(self, name: str | None) -> RunState:
         """Begin a run in the context `name`, and return its state; `self.computed` now reports this run."""
         hooks = {each.module: each.hook for each in self.hooks}  # by the module's name
         state = RunState(copy.deepcopy(hooks))
@@ -178,7 +167,7 @@ class StepCache:
         self._computed = state.computed
         return state
 
-    def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
+    def plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
         """Plan the next step, which the hooks count; append to `state.computed` here or in `_record`."""
         raise NotImplementedError
 
@@ -189,20 +178,11 @@ class StepCache:
 class FirstBlockSteps(StepCache):
     """FirstBlockCache: the blocks after the first run only if the first block's residual has changed enough.
 
-    The residual (a result minus its input) is compared with that of the last step whose blocks all ran.
+    The residual (a result minus its input) is compared with that of the last step whose blocks all ran. One
+    program runs all steps, and the device decides in each.
     """
 
-    def plan_run(self, model: Any, batch: int, steps: Iterable[Any]) -> list[StepPlan]:
-        """Return two plans, whatever the `steps`: of a step that runs all blocks, and of one that does not.
-
-        In a run one program has both, and the device chooses. In a plan each is a program.
-        """
-        # Only one step is planned, by `range(1)`, to get its numbers, which are the same in all steps: they
-        # are the threshold.
-        ((_form, numbers),) = super().plan_run(model, batch, range(1))
-        return [(form("first_block", reuses=reuses), numbers) for reuses in (False, True)]
-
-    def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
+    def plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
         first_block_hook = next(iter(state.hooks.values()))
         # Called only for diffusers' error: it raises one if the step runs outside of any context.
         first_block_hook.state_manager.get_state()
@@ -219,7 +199,7 @@ class MagSteps(StepCache):
     The ratio of a step is the norm of its residual over the norm of the residual of the step before.
     """
 
-    def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
+    def plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
         """Ask the first block's hook, which decides by the ratios, whether all blocks run or none."""
         first_hook, *_, last_hook = state.hooks.values()  # in the order of the blocks
         # The hooks read a block's arguments and its result, (patches, text), but decide without their values.
@@ -243,7 +223,7 @@ class MagSteps(StepCache):
 class BroadcastSteps(StepCache):
     """PyramidAttentionBroadcast: attention runs in some steps, and the steps between reuse its results."""
 
-    def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
+    def plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
         result = torch.zeros(1)  # stands for any module's result, which the hooks only pass on
         skipped_modules = tuple(
             name for name, hook in state.hooks.items() if not computes_module(hook, result)
@@ -256,7 +236,7 @@ class BroadcastSteps(StepCache):
 class TaylorSteps(StepCache):
     """TaylorSeer: a skipped step's results are extrapolated, by a Taylor series, from the computed steps."""
 
-    def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
+    def plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
         hook_states = {name: hook.state_manager.get_state() for name, hook in state.hooks.items()}
         # A step that skips all modules reads only some of the modules' results: only these are kept. Of them
         # the results of inactive modules are not kept either, as zeros replace these.
@@ -314,7 +294,7 @@ def results_read_by_skips(names: Iterable[str]) -> list[str]:
 class FasterSteps(StepCache):
     """FasterCache: attention's results are extrapolated, and predictions without the prompt estimated."""
 
-    def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
+    def plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
         attention_modules = tuple(name for name in state.hooks if name)  # the transformer's hook is ""
         transformer_hook = state.hooks[""]
         # True after two steps. It is read before `_ask_hooks`, which has the hooks count the present step.
@@ -357,27 +337,25 @@ class FasterSteps(StepCache):
             vars(hook).update(
                 {name: lambda _module: 0.0 for name in vars(hook) if name.endswith("weight_callback")}
             )
-        prompted_only: bool = False
-        skipped_modules: tuple[str, ...] = ()
+        answers: list[tuple[bool, tuple[str, ...]]] = []
 
         # The transformer's hook always calls this in place of the transformer, with all videos or with the
         # prompted ones.
         def stand_in_transformer(hidden_states: torch.Tensor) -> tuple[torch.Tensor]:
-            # The transformer would call its attention modules: their hooks are asked here.
-            nonlocal prompted_only, skipped_modules
-            prompted_only = len(hidden_states) < batch
-            result = hidden_states  # in place of a module's result: hooks read only its number of videos
+            # The transformer would call its attention modules: their hooks are asked here. The videos stand
+            # for a module's result, too, of which hooks read only the number of videos.
             skipped_modules = tuple(
                 name
                 for name, hook in state.hooks.items()
-                if name and not computes_module(hook, result, hidden_states)
+                if name and not computes_module(hook, hidden_states, hidden_states)
             )
-            return (result,)
+            answers.append((len(hidden_states) < batch, skipped_modules))
+            return (hidden_states,)
 
         # The hook reads nothing of the latents (N, T, C, H, W) but their number.
         latents = torch.zeros(batch, 1, 1, 1, 1)
         upstream.call_hook(state.hooks[""], stand_in_transformer, hidden_states=latents)
-        return prompted_only, skipped_modules
+        return answers[0]
 
     def _record(self, state: RunState, host_scalar: Any) -> None:
         """Put the two kept results of each tensor in the order (older, newer), which the next step takes.

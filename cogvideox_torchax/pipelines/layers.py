@@ -23,18 +23,12 @@ from cogvideox_torchax.runtime import on_accelerator, torch_view
 from cogvideox_torchax.runtime.trees import replaced_method, runs_kernel
 
 
-class _InEightBits(torch.autograd.Function):
-    """Tokens rounded to 255 values each; the gradient is that of whole ones, as in `jax_kernels.linear`."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor) -> torch.Tensor:
-        largest = tokens.float().abs().amax(-1, keepdim=True)
-        levels = (tokens * (127 / largest).where(largest != 0, 0)).round()
-        return (levels * (largest / 127)).to(tokens.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0]
+def _in_eight_bits(tokens: torch.Tensor) -> torch.Tensor:
+    """Return tokens rounded to 255 values each; the gradient is that of whole ones, as of `linear`."""
+    whole = tokens.detach()
+    largest = whole.float().abs().amax(-1, keepdim=True)
+    levels = (whole * (127 / largest).where(largest != 0, 0)).round()
+    return (levels * (largest / 127)).to(tokens.dtype) + (tokens - whole)  # zeros that have the gradient
 
 
 class Linear(nn.Linear):
@@ -125,7 +119,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not runs_kernel(self, input):
-            return super().forward(_InEightBits.apply(input) if self.dynamic else input)
+            return super().forward(_in_eight_bits(input) if self.dynamic else input)
         # If the product is a sum over devices, each device rounds its summand before the all-reduce. In
         # bfloat16 this halves the bytes that it sends.
         return torch_view(jax_kernels.linear)(

@@ -118,15 +118,11 @@ def recorded_steps(model):
 @functools.cache
 def reference(kind, version, name):
     """Latents of stock diffusers with this cache, and which steps it computed whole."""
-
-    def run():
-        pipe = build(kind, version)
-        pipe.transformer.enable_cache(CONFIGS[name](pipe))
-        steps = recorded_steps(pipe.transformer)
-        found = latents(pipe, kind, **clip(kind, version))
-        return found, [step == steps[0] for step in steps]  # the first step computes everything
-
-    return run()
+    pipe = build(kind, version)
+    pipe.transformer.enable_cache(CONFIGS[name](pipe))
+    steps = recorded_steps(pipe.transformer)
+    found = latents(pipe, kind, **clip(kind, version))
+    return found, [step == steps[0] for step in steps]  # the first step computes everything
 
 
 @pytest.fixture

@@ -2,11 +2,15 @@
 
 import functools
 import inspect
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import accelerate
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from diffusers import (
@@ -22,16 +26,18 @@ from diffusers import (
 from diffusers.hooks import apply_layerwise_casting
 from diffusers.models.autoencoders.vae import DecoderOutput
 from diffusers.pipelines.cogvideo import pipeline_cogvideox
+from diffusers.video_processor import VideoProcessor
 
 from benchmarks.plan.networks import step_tensors
 from cogvideox_torchax import make_mesh, port, runtime, upstream
 from cogvideox_torchax.pipelines.call import _check_image_channels
+from cogvideox_torchax.pipelines.frames import FrameProcessor
 from cogvideox_torchax.pipelines.port import port_network
 from cogvideox_torchax.pipelines.steps import NonFiniteError
-from cogvideox_torchax.pipelines.transformer import TransformerStep
 from cogvideox_torchax.runtime import device
 from cogvideox_torchax.runtime.host import on_host
 from cogvideox_torchax.runtime.trees import change_in
+from cogvideox_torchax.vae.directions import DECODE
 from cogvideox_torchax.vae.tolerances import relative_error
 from examples.small_pipeline import SENTENCES
 from tests import small_pipelines
@@ -354,16 +360,6 @@ def test_latents_are_scaled_for_the_decoder_as_in_pytorch_and_decoded_as_a_strea
     assert torch.equal(runtime.to_torch(seen[0]), want.permute(0, 2, 1, 3, 4))
 
 
-def test_options_of_a_call_are_compiled_in_and_only_the_last_ones_kept(ported):
-    model = ported.transformer
-    options = [{"scale": 0}, {"scale": 0}, {"other": [1]}, {"other": [1]}, {"other": [2]}]
-    options += [{"scale": scale} for scale in (1, 2, 3, 0)]
-    programs = [model.program_of(TransformerStep(model, each)) for each in options]
-    assert programs[0] is programs[1]
-    assert programs[2] is programs[3] is not programs[4]
-    assert programs[-1] is not programs[0]
-
-
 @pytest.mark.parametrize("owner", ["class", "object", "module"])
 def test_positions_of_a_users_own_reach_beyond_the_models_size(owner, monkeypatch):
     module, name = pipeline_cogvideox, upstream.ROTARY_TABLES
@@ -564,3 +560,139 @@ def test_a_step_reads_nothing_from_the_device(ported, monkeypatch):
         reads.clear()
         frames(ported, callback_on_step_end=callback, output_type="latent")
         assert reads[reads.index("step 0") : reads.index("step 3") + 1] == [f"step {i}" for i in range(4)]
+
+
+# Frames are diffusers' own, to the last bit; pictures leave the device as bytes.
+
+
+def bits(results):
+    """Return what a processor has returned as an array, and its type."""
+    if isinstance(results, list):
+        return np.stack([[np.asarray(picture) for picture in video] for video in results]), results[0][0].mode
+    return np.asarray(results.float() if isinstance(results, torch.Tensor) else results), results.dtype
+
+
+@pytest.mark.parametrize("device", ["cpu", "jax"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("output_type", ["pil", "np", "pt"])
+def test_frames_are_converted_as_by_diffusers(output_type, dtype, device):
+    frames = (torch.randn(2, 3, 5, 24, 32, generator=torch.Generator().manual_seed(0)) * 0.7).to(dtype)
+    given = frames.clone()
+    got, kind = bits(FrameProcessor().postprocess_video(given.to(device), output_type))
+    want, wanted_kind = bits(VideoProcessor().postprocess_video(frames, output_type))
+    assert np.array_equal(got, want)
+    assert kind == wanted_kind
+    assert torch.equal(given, frames)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", small_pipelines.CLASSES)
+@pytest.mark.slow_cases(but=["text-dtype1", "video-dtype0"])
+def test_pictures_leave_the_device_as_bytes_in_chunks_and_are_those_of_the_frames(kind, dtype, monkeypatch):
+    pipe = port(small_pipelines.one_layer(kind).to(dtype))
+    seen, convert = [], FrameProcessor.postprocess_video
+    monkeypatch.setattr(
+        FrameProcessor,
+        "postprocess_video",
+        lambda *args, **rest: seen.append(rest["video"]) or convert(*args, **rest),
+    )
+    made = [
+        pipe(**small_pipelines.inputs(kind, num_inference_steps=2, output_type=output_type)).frames
+        for output_type in ("pil", "pt")
+    ]
+    in_bytes, in_floats = seen
+    assert in_bytes.dtype == torch.uint8
+    assert in_floats.dtype == dtype
+    want = VideoProcessor().postprocess_video(in_floats, "pil")
+    assert np.array_equal(bits(made[0])[0], bits(want)[0])
+    # Outside of such a call frames are floats, whoever asks for them.
+    latents = torch.zeros(1, 2, 16, 4, 8, dtype=dtype).to("jax")
+    assert pipe.decode_latents(latents).dtype == dtype
+    assert not any(map(runtime.on_jax, seen))
+
+
+def test_a_call_for_pictures_in_another_thread_makes_no_bytes_of_these_frames():
+    decoded = []
+
+    def decode_in_a_thread(pipe, _step, _timestep, tensors):
+        pipe._current_timestep = None  # as at the end of a call in that thread
+        with ThreadPoolExecutor(1) as thread:
+            decoded.append(thread.submit(pipe.decode_latents, tensors["latents"]).result())
+        return tensors
+
+    pipe = port(small_pipelines.one_layer())
+    pictures = frames(pipe, num_inference_steps=1, output_type="pil", callback_on_step_end=decode_in_a_thread)
+    assert ([each.dtype for each in decoded], bits(pictures)[1]) == ([torch.float32], "RGB")
+
+
+# While a first call compiles its prompt and its steps, threads compile the decoder.
+
+
+@pytest.fixture
+def compilers():
+    """Return a list that gets, for each compilation of a decoder's chunk, the thread that compiled it."""
+    threads = []
+
+    def listen(event, duration_secs, **details):
+        if event.endswith("backend_compile_duration") and "DecoderChunk" in str(details.get("fun_name")):
+            threads.append(threading.current_thread())
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield threads
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "mesh"), [("text", "5b", None), ("text", "5b", (2, 4)), ("image", "1.5", None)]
+)
+@pytest.mark.slow_cases(but=["text-5b-None"])
+def test_the_decoder_is_compiled_in_threads_and_only_once(compilers, kind, version, mesh):
+    pipe = port(small_pipelines.one_layer(kind, version), mesh=make_mesh(*mesh) if mesh else None)
+    inputs = small_pipelines.inputs(kind, num_frames=9, num_inference_steps=1)
+
+    assert pipe(**inputs).frames.shape[1] == 9
+    assert len(compilers) == 2  # the first chunk, and the later ones
+    assert threading.current_thread() not in compilers
+    pipe(**inputs)
+    assert len(compilers) == 2
+
+
+def test_a_decode_waits_for_the_thread(monkeypatch, compilers):
+    pipe, compile_lowered = port(small_pipelines.one_layer()), jax.stages.Lowered.compile
+
+    def slowly(lowered):
+        time.sleep(1)
+        return compile_lowered(lowered)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", slowly)
+    z = torch.zeros(1, pipe.vae.config.latent_channels, 5, 2, 4)
+    pipe.vae.compile_ahead(DECODE, z.shape)
+    assert len(list(pipe.vae.decode_stream(z))) == 2
+    assert len(compilers) == 2
+    assert threading.current_thread() not in compilers
+
+
+@pytest.fixture(scope="module")
+def undecoded():
+    """Return a pipeline whose decoder is not compiled yet."""
+    return port(small_pipelines.one_layer())
+
+
+def test_latents_need_no_decoder(undecoded, compilers):
+    frames(undecoded, num_inference_steps=1, output_type="latent")
+    assert not compilers
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"height": 9}, {"prompt": None}, {"num_frames": "5"}, {"no_such_option": 1}, {"image": "none"}]
+)
+def test_a_refused_call_compiles_nothing(undecoded, compilers, wrong):
+    with pytest.raises((TypeError, ValueError)):
+        frames(undecoded, **wrong)
+    assert not compilers
+
+
+def test_a_thread_that_fails_leaves_the_error_to_the_call(undecoded, monkeypatch, compilers):
+    monkeypatch.setattr(jax.stages.Lowered, "compile", Mock(side_effect=RuntimeError("no memory")))
+    assert torch.isfinite(frames(undecoded, num_inference_steps=1)).all()
+    assert {*compilers} == {threading.current_thread()}

@@ -216,14 +216,6 @@ def test_port_refuses_a_mesh_that_it_cannot_place_on(shallow_vae, mesh):
     assert [type(module) for module in vae.modules()] == [type(module) for module in shallow_vae.modules()]
 
 
-def test_porting_again_moves_to_the_other_mesh(shallow_vae):
-    vae = sharded_on_host(shallow_vae, 1, 8)
-    vae.program("decode")
-    assert port(vae).mesh == make_mesh(1, 8)
-    port(vae, mesh=make_mesh(2, 4))
-    assert vae.program("decode").place.mesh == make_mesh(2, 4)
-
-
 def test_a_nan_in_a_sharded_array_is_found():
     array = np.zeros((1, 16, 2, 1, 96), np.float32)
     array[0, 3, 1, 0, 95] = np.nan

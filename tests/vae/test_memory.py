@@ -15,7 +15,7 @@ import torch
 
 from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.vae import memory
-from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
+from cogvideox_torchax.vae.directions import DECODE, Direction
 from cogvideox_torchax.vae.sizes import SizeError
 from cogvideox_torchax.vae.torchax.networks import DecoderChunk
 from jax_kernels import conv3d
@@ -57,20 +57,6 @@ def test_a_picture_that_fits_is_not_cut_and_one_that_does_not_is_cut_into_what_f
     assert all(side % 8 == 0 for side in tile)
     assert 0.9 * estimated_bytes(480, 720) < estimated_bytes(*tile) <= memory.MARGIN * free
     assert memory.fitting_tile(WIDE, DECODE, 960, 1440, 13, 0) == (16, 16)
-
-
-def test_other_dtypes_and_longer_first_chunks_need_more_and_a_device_of_a_mesh_less():
-    def estimated_bytes(frames=17, **other):
-        return memory.estimated_bytes(SimpleNamespace(**vars(WIDE) | other), ENCODE, 64, 64, frames)
-
-    def ratio(**other):
-        return estimated_bytes(**other) / estimated_bytes()
-
-    assert ratio(dtype=torch.float32) == pytest.approx(2 * memory.FACTOR_WITHOUT_KERNEL, rel=1e-6)
-    assert ratio(dtype=torch.float16) == pytest.approx(memory.FACTOR_WITHOUT_KERNEL, rel=1e-6)
-    assert ratio(mesh=SimpleNamespace(size=8)) == pytest.approx(1 / 8, rel=1e-6)
-    assert ratio(num_sample_frames_batch_size=16) == ratio(num_sample_frames_batch_size=17) > 1.4
-    assert estimated_bytes(15) > estimated_bytes(17)
 
 
 BAD = {
@@ -132,19 +118,6 @@ def test_auto_chooses_tiles_by_the_free_memory_when_a_size_is_first_run(build, s
     vae.enable_tiling(height, width)
     assert torch.equal(reference.run_decode(vae, z), tiled)
     assert not torch.equal(tiled, whole)
-
-
-@pytest.mark.parametrize(
-    ("tiling", "on", "tile"), [(None, False, None), ("16x24", True, (16, 24)), ("auto", True, (8, 8))]
-)
-def test_the_command_lines_option_is_what_the_method_takes(vae, tiling, on, tile, monkeypatch):
-    monkeypatch.setattr(runtime, "free_memory", lambda mesh: 0)
-    with memory.restoring_tiles(vae):
-        memory.set_tiles(vae, tiling)
-        assert vae.use_tiling is on
-        assert tile is None or memory.tile_of(vae, DECODE, 480, 720, 3) == tile
-    assert not vae.use_tiling
-    assert vae.tile_choices is None
 
 
 def test_free_memory_of_a_cpu_is_what_the_system_calls_available_or_what_the_machine_has(monkeypatch):

@@ -340,11 +340,6 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         weights, structure = jax.tree.flatten(modules)
         return Network(direction, structure, self.dtype, **options), weights
 
-    def build_program(self, direction: Direction) -> runtime.ArrayProgram:
-        """Return a chunk's program, to compile it ahead of time; the model must be `weightless`."""
-        network, structs = self.network(direction)
-        return runtime.ArrayProgram(dataclasses.replace(network, weights=structs), self.placement(direction))
-
     # Several devices
 
     def place_on(self, mesh: jax.sharding.Mesh) -> None:

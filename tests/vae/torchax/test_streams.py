@@ -1,12 +1,10 @@
 """Streams around what goes wrong: sources that fail, bad input, counts, slices, streams that are dropped."""
 
-import copy
 import gc
 
 import pytest
 import torch
 
-from cogvideox_torchax import port
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
 from tests import reference
 
@@ -110,23 +108,6 @@ def test_a_stream_keeps_no_gradients_where_they_are_on(backend):
         parts += [posterior.parameters for posterior in backend.encode_stream(reference.video(9))]
         assert torch.is_grad_enabled()
     assert not any(part.requires_grad for part in parts)
-
-
-@pytest.mark.parametrize("build", ["torch", "torchax", "flax"])
-@pytest.mark.slow_cases(but=["torch"])
-def test_slicing_runs_one_video_at_a_time(shallow_vae, build):
-    vae = port(copy.deepcopy(shallow_vae)) if build == "torch" else reference.built(build, shallow_vae)
-    vae.enable_slicing()
-
-    def check(_module, args):
-        assert args[0].shape[0] == 1
-
-    for half in (vae.encoder, vae.decoder) if build != "flax" else ():
-        half.conv_in.register_forward_pre_hook(check)
-    z, x = reference.latents(5, batch=3), reference.video(9, batch=3)
-    frames, moments = reference.run_decode(vae, z), reference.run_encode(vae, x)
-    assert relative_error(frames, reference.decoded(shallow_vae, z)) < FLOAT32_RELATIVE
-    assert relative_error(moments, reference.encoded(shallow_vae, x)) < FLOAT32_RELATIVE
 
 
 def started(vae, kind):
