@@ -21,6 +21,7 @@ from cogvideox_torchax.vae import checkpoint, tiling
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, NCTHW, NTHWC, Direction
 from cogvideox_torchax.vae.sizes import SMALLEST_TILE, check_sides
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
+from cogvideox_torchax.vae.torchax.networks import chunk_network, stock_of
 
 CONFIGS = {
     "2b": {"scaling_factor": 1.15258426},
@@ -156,7 +157,8 @@ def chunk_program(
         network = replace(network, weights=structs)
         program: Any = runtime.ArrayProgram(network, weightless.placement(direction))
     else:
-        program = vae.build_program(direction, stock=backend == "torchax-stock")
+        network = chunk_network(stock_of(vae) if backend == "torchax-stock" else vae, direction)
+        program = runtime.Program(network, vae.program(direction).place)  # one that the model does not keep
     if mesh.size == 1:  # otherwise `place_on` has chosen the program's devices
         program.place = runtime.Place(mesh.devices.item())
     return program, NTHWC if backend == "flax" else NCTHW

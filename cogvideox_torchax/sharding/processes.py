@@ -8,9 +8,8 @@ processes, and `runtime.to_torch` gathers it in each of them.
 import json
 import os
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import jax
@@ -154,18 +153,11 @@ def _gathered(some: Sequence[Any], call: Mapping[str, Any]) -> Calls:
 
 def _in_time(gather: Callable[[], Calls]) -> Calls:
     """Return `gather()`; raise `ProcessError` if it fails, or does not end within `CALL_TIMEOUT` seconds."""
-    future: Future[Calls] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(gather())
-        except Exception as error:
-            future.set_exception(error)
-
-    # JAX itself waits for ever. A daemon, because at its end Python waits for any other thread.
-    threading.Thread(target=run, daemon=True).start()
     try:
-        return future.result(CALL_TIMEOUT)
+        # JAX itself waits for ever. The thread of this pool is a daemon: neither the pool's end nor Python's
+        # waits for it.
+        with ThreadPool(1) as pool:
+            return pool.apply_async(gather).get(CALL_TIMEOUT)
     except Exception as error:  # JAX has none of its own for a connection that ends
         raise ProcessError(
             f"another process has not made the call of process {jax.process_index()} within {CALL_TIMEOUT} "

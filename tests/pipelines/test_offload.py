@@ -11,7 +11,7 @@ import accelerate
 import jax
 import pytest
 import torch
-from diffusers import CogVideoXPipeline, FirstBlockCacheConfig
+from diffusers import CogVideoXPipeline, TaylorSeerCacheConfig
 
 from cogvideox_torchax import load_pipeline, make_mesh, port, runtime
 from cogvideox_torchax.pipelines import offload, sharding
@@ -248,7 +248,7 @@ WITH_WAITING = {
     "pickle": lambda pipe, _: pickle.loads(pickle.dumps(pipe.vae)),
     "deepcopy": lambda pipe, _: copy.deepcopy(pipe),
     "a cache": lambda pipe, _: [
-        pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.5)),
+        pipe.transformer.enable_cache(TaylorSeerCacheConfig(use_lite_mode=True)),
         frames(pipe),
         pipe.transformer.disable_cache(),
     ],

@@ -198,7 +198,7 @@ OPTIONS = {
 def test_the_calls_own_options_work(ported, stock, options):
     def result(pipe):
         given = {name: value() if callable(value) else value for name, value in options.items()}
-        return pipe(**small_pipelines.inputs("text", **given))[0]
+        return pipe(**small_pipelines.inputs("text", num_inference_steps=2, **given))[0]
 
     assert largest_error(result(ported), result(stock)) < TOLERANCE
 
@@ -271,7 +271,8 @@ SCHEDULERS = {
 def test_another_scheduler_may_be_set_after_porting(ported, stock, kind):
     for pipe in (ported, stock):
         pipe.scheduler = kind.from_config(pipe.scheduler.config)
-    assert relative_error(frames(ported), frames(stock)) < TOLERANCE
+    got, want = (frames(pipe, num_inference_steps=3) for pipe in (ported, stock))
+    assert relative_error(got, want) < TOLERANCE
     assert type(ported.scheduler) is kind
 
 
@@ -387,12 +388,7 @@ def of_parts(kind, of, version="5b"):
     return pipeline(kind, version, "one device", transformer=transformer("one device", version, channels))
 
 
-class WithItsOwnLatents(CogVideoXImageToVideoPipeline):
-    def prepare_latents(self, *args, **kwargs):
-        return super().prepare_latents(*args, **kwargs)
-
-
-@pytest.mark.parametrize("changed", ["class", "method", "vae", "forward", "hook", "stock forward"])
+@pytest.mark.parametrize("changed", ["method", "vae", "forward", "hook", "stock forward"])
 def test_channels_are_not_checked_where_anything_may_give_the_transformer_others(changed, monkeypatch):
     pipe = of_parts("image", "text")
     entries = {
@@ -403,9 +399,6 @@ def test_channels_are_not_checked_where_anything_may_give_the_transformer_others
     }
     if changed in entries:
         monkeypatch.setitem(*entries[changed], None)
-    if changed == "class":
-        pipe.__class__ = WithItsOwnLatents
-        port(pipe)
     if changed == "stock forward":
         change_in(pipe.transformer)  # remembers the methods of now
         monkeypatch.setattr(DiffusersTransformer, "forward", lambda *_: None)
@@ -587,7 +580,7 @@ def test_frames_are_converted_as_by_diffusers(output_type, dtype, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", small_pipelines.CLASSES)
-@pytest.mark.slow_cases(but=["text-dtype1", "video-dtype0"])
+@pytest.mark.slow_cases(but=["text-dtype1"])
 def test_pictures_leave_the_device_as_bytes_in_chunks_and_are_those_of_the_frames(kind, dtype, monkeypatch):
     pipe = port(small_pipelines.one_layer(kind).to(dtype))
     seen, convert = [], FrameProcessor.postprocess_video

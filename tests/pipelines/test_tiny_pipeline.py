@@ -15,44 +15,16 @@ BAR = 0.75
 pytestmark = [pytest.mark.usefixtures("torchax_off"), pytest.mark.filterwarnings("ignore")]
 
 
-FAULTS = {
-    # The empty prompt's prediction is taken for the prompt's, and the other way around.
-    "guidance": (
-        *("transformer", "forward"),
-        lambda model: lambda **given: (model(**given)[0].roll(len(given["hidden_states"]) // 2, 0),),
-    ),
-    # Latents are half-way between those before a step and those after it.
-    "step": (
-        *("scheduler", "step"),
-        lambda step: (
-            lambda output, time, latents, **given: ((latents + step(output, time, latents, **given)[0]) / 2,)
-        ),
-    ),
-    # The text encoder sees each prompt's first token alone.
-    "mask": (
-        *("text_encoder", "forward"),
-        lambda encoder: (
-            lambda tokens: encoder(
-                tokens, attention_mask=(torch.arange(tokens.shape[1]) < 1).expand(tokens.shape)
-            )
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize("where", ["PyTorch", "one device", "mesh", *FAULTS])
+@pytest.mark.parametrize("where", ["PyTorch", "one device", "mesh"])
 @pytest.mark.slow_cases(but=["one device"])
-def test_its_videos_show_what_prompts_say_but_for_a_fault_of_sampling(where):
+def test_its_videos_show_what_prompts_say(where):
     pipe = diffusers.CogVideoXPipeline.from_pretrained(TINY_PIPELINE, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
-    if where in FAULTS:
-        part, method, mutated = FAULTS[where]
-        setattr(getattr(pipe, part), method, mutated(getattr(getattr(pipe, part), method)))
-    elif where != "PyTorch":
+    if where != "PyTorch":
         port(pipe, mesh=make_mesh(2, 4) if where == "mesh" else None)
     chosen = [scene for name in scenes.GROUPS[:2] for scene in scenes.drawn(name, 4)]
     found = scenes.shares(chosen, scenes.sample(pipe, chosen, 0, steps=10, batch=8))["all"]
-    assert (found < BAR) == (where in FAULTS), found
+    assert found >= BAR
 
 
 def test_the_judge_reads_rendered_clips_right_and_reversed_ones_wrong():

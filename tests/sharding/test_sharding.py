@@ -63,7 +63,7 @@ def eight(shallow_vae, build):
     return sharded(shallow_vae, 1, 8, build=build)
 
 
-@pytest.mark.slow_cases("flax")
+@pytest.mark.slow
 def test_a_backend_runs_chunks_over_the_mesh_of_its_model(shallow_vae, build, eight):
     z, _ = inputs(5 if build == "torchax" else 3, 1, 90)  # two chunks by one of the builds
     chunks = list(backend(build).of(eight).chunks(DECODE, z))
@@ -125,7 +125,7 @@ def compiled_pair():
     shallow_vae = reference.small_vae(**wide).to(torch.bfloat16)
     first, steady = (((1, 16, frames, 4, 170), jnp.bfloat16) for frames in (3, 2))
     models = port(copy.deepcopy(shallow_vae)), sharded_on_host(shallow_vae, 1, 8)
-    return [reference.compiled_plan(vae.build_program(DECODE), steady, before=first) for vae in models]
+    return [reference.compiled_plan(vae.program(DECODE), steady, before=first) for vae in models]
 
 
 def test_each_of_eight_devices_does_an_eighth_of_the_work_in_an_eighth_of_the_memory(compiled_pair):
@@ -146,7 +146,7 @@ def test_no_activation_is_gathered_and_a_norm_sends_numbers_only(compiled_pair):
 def test_a_batch_that_dp_does_not_divide_is_split_by_width_and_gathers_nothing(shallow_vae):
     # In bfloat16, whose strided convolutions of uneven widths compile only as the kernels do them on a mesh.
     vae = sharded_on_host(copy.deepcopy(shallow_vae).to(torch.bfloat16), 2, 4)
-    found = reference.compiled_plan(vae.build_program(ENCODE), ((3, 3, 1, 8, 4 * 45), jnp.bfloat16))
+    found = reference.compiled_plan(vae.program(ENCODE), ((3, 3, 1, 8, 4 * 45), jnp.bfloat16))
     # The latents, 45 wide, leave by channels: that must not reach back into the layers before.
     assert "all-gather" not in found.collectives
     whole_activation = 3 * 8 * 8 * 180 * 2  # bytes of a first layer's result

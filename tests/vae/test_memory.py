@@ -88,9 +88,10 @@ def vae(shallow_vae):
 def test_the_methods_of_tiles_run_in_tiles_though_tiling_is_off(build, shallow_vae):
     vae = reference.built(build, shallow_vae)
     z, x = (
-        reference.beside(vae, each) for each in (reference.latents(1, height=8, width=12), reference.video(1))
+        reference.beside(vae, each)
+        for each in (reference.latents(1, height=2, width=4), reference.video(1, height=8, width=16))
     )
-    vae.enable_tiling(8, 8)
+    vae.enable_tiling(8, 8, 0, 0)  # two tiles of one size
     wanted = reference.run_decode(vae, z), reference.run_encode(vae, x)
     vae.disable_tiling()
     with torch.no_grad():
@@ -102,17 +103,17 @@ def test_the_methods_of_tiles_run_in_tiles_though_tiling_is_off(build, shallow_v
 
 @pytest.mark.parametrize("build", ["torchax", "flax"])
 def test_auto_chooses_tiles_by_the_free_memory_when_a_size_is_first_run(build, shallow_vae, monkeypatch):
-    vae, z = reference.built(build, shallow_vae), reference.latents(1, height=8, width=12)
+    vae, z = reference.built(build, shallow_vae), reference.latents(1, height=4, width=6)
     whole = reference.run_decode(vae, z)
     vae.enable_tiling("auto")
     free = mock.Mock(return_value=10**12)
     monkeypatch.setattr(runtime, "free_memory", free)
     assert torch.equal(reference.run_decode(vae, z), whole), "all of it fits"
-    free.return_value = memory.estimated_bytes(vae, DECODE, 32, 48, 1) // 2
+    free.return_value = memory.estimated_bytes(vae, DECODE, 16, 24, 1) // 2
     assert torch.equal(torch.cat(list(vae.decode_stream(z)), 2), whole), "as it was chosen for this size"
     vae.enable_tiling("auto")
-    height, width = memory.tile_of(vae, DECODE, 32, 48, 1)
-    assert (height, width) < (32, 48)
+    height, width = memory.tile_of(vae, DECODE, 16, 24, 1)
+    assert (height, width) < (16, 24)
     tiled = reference.run_decode(vae, z)
     assert free.call_count == 2
     vae.enable_tiling(height, width)

@@ -29,7 +29,7 @@ from cogvideox_torchax.vae.directions import NCTHW, Direction
 from cogvideox_torchax.vae.placement import Placement, VideoPlacement
 from cogvideox_torchax.vae.streaming import ChunkedVAE, frames_of_chunks, joined
 from cogvideox_torchax.vae.torchax.modules import port_modules
-from cogvideox_torchax.vae.torchax.networks import ChunkNetwork, chunk_network, stock_of
+from cogvideox_torchax.vae.torchax.networks import ChunkNetwork, chunk_network
 
 OPTIONS = {"revision", "token", "cache_dir", "local_files_only", "force_download", "torch_dtype"}
 """The options of diffusers' `from_pretrained` that only the search for the files and their dtype needs."""
@@ -203,13 +203,6 @@ class AutoencoderKLCogVideoX(ChunkedVAE):
             inputs = (videos, shape[1], len(chunk), *shape[3:]), runtime.jax_dtype(self.dtype)
             program.compile_ahead(inputs, before=previous)  # the second chunk takes the first one's cache
             previous = inputs
-
-    def build_program(self, direction: Direction, *, stock: bool = False) -> runtime.Program:
-        """Build a separate chunk program, to inspect its compiled text.
-
-        With `stock` it runs diffusers' own modules in place of ported ones.
-        """
-        return self._compile_for(chunk_network(stock_of(self) if stock else self, direction))
 
     def _compile_for(self, network: Any) -> Any:
         """Return a program of a chunk's network, for the device or the mesh that the model is on."""

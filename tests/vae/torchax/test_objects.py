@@ -6,7 +6,6 @@ The Flax build is one too, as far as it has no modules of PyTorch.
 import copy
 import gc
 import pickle
-import threading
 import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -73,19 +72,6 @@ def test_nothing_of_a_dropped_model_is_kept_though_a_hook_holds_it(stock):
     assert dropped() is None
 
 
-def in_threads(count, work):
-    """Run `work(number)` in threads that start together; the first error is raised here."""
-    together = threading.Barrier(count)
-
-    def run(number):
-        together.wait()
-        with torch.no_grad():
-            work(number)
-
-    with ThreadPoolExecutor(count) as threads:
-        list(threads.map(run, range(count)))
-
-
 @pytest.mark.slow
 def test_threads_over_a_mesh_get_what_one_gets(stock):
     vae, x = (
@@ -93,19 +79,22 @@ def test_threads_over_a_mesh_get_what_one_gets(stock):
         reference.video(1, height=4, width=8),
     )
 
+    @torch.no_grad()
     def work(number):
         reference.check_as_stock(vae, stock, shallow_latents(width=4 + 2 * (number % 2)), x)
 
-    in_threads(8, work)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(8)))
 
 
 def test_a_thread_that_enabled_nothing_streams_and_runs_one_video_at_a_time(vae, stock):
     vae.enable_slicing()
-    z, x = shallow_latents(1, batch=2), reference.video(5, height=8, width=16, batch=2)
+    z, x = shallow_latents(1, batch=2), reference.video(1, height=4, width=8, batch=2)
     on_jax = [runtime.to_jax(tensor) for tensor in (z, x)]
     drawn = stock(x, sample_posterior=True, generator=torch.Generator().manual_seed(3)).sample
 
-    def work(_):
+    @torch.no_grad()
+    def work():
         got = torch.cat(list(vae.decode_stream(on_jax[0])), dim=2)
         assert relative_error(got, reference.decoded(stock, z)) < FLOAT32_RELATIVE
         moments = [runtime.to_torch(part.parameters) for part in vae.encode_stream(on_jax[1])]
@@ -113,7 +102,8 @@ def test_a_thread_that_enabled_nothing_streams_and_runs_one_video_at_a_time(vae,
         got = vae(on_jax[1], sample_posterior=True, generator=torch.Generator().manual_seed(3)).sample
         assert relative_error(runtime.to_torch(got), drawn) < FLOAT32_RELATIVE
 
-    in_threads(1, work)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(work).result()
 
 
 def test_a_later_hook_is_seen_and_a_trace_that_it_fails_leaves_the_model_as_it_was(vae):
@@ -190,7 +180,7 @@ def test_what_torch_compile_has_made_of_a_part_is_not_run_with_old_weights(vae, 
 @pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.slow_cases("True")
 def test_all_that_a_model_does_it_does_in_inference_mode_and_trains_afterwards(enabled, tmp_path):
-    stock, x = shallow_stock().bfloat16().float(), reference.video(5, height=8, width=16)
+    stock = shallow_stock().bfloat16().float()
     stock.save_pretrained(tmp_path)
     with torch.inference_mode():
         if enabled:
@@ -198,7 +188,7 @@ def test_all_that_a_model_does_it_does_in_inference_mode_and_trains_afterwards(e
         vae = AutoencoderKLCogVideoX.from_pretrained(tmp_path).to("jax", torch.bfloat16).float()
         assert upstream.torchax_is_on() is enabled
         vae = copy.deepcopy(port(vae.to("cpu").to("jax")))
-        reference.check_as_stock(vae, stock, Z, x)
+        assert decodes_as(vae, stock)
         vae.save_pretrained(tmp_path / "saved")
     with torch.enable_grad():
         vae.train().decode(runtime.to_jax(Z)).sample.sum().backward()
@@ -215,7 +205,7 @@ def test_a_subclass_is_ported_with_what_it_adds(stock):
     louder = Louder.from_config(stock.config)
     louder.load_state_dict(stock.state_dict())
     vae = reference.on_jax(louder.eval())
-    z = shallow_latents(5)
+    z = shallow_latents()
     want = stock.decode(z).sample
     assert isinstance(vae, Louder)
     assert relative_error(decoded(vae, z), want * 2) < FLOAT32_RELATIVE
