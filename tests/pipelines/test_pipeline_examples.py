@@ -57,20 +57,12 @@ def loaded(saved, kind="text"):
     return pipe
 
 
-@pytest.mark.parametrize("when", ["before loading", "after loading", "after porting"])
-@pytest.mark.slow_cases("after*")
-def test_torchax_may_be_turned_on_by_the_user(saved, when):
+def test_torchax_may_be_turned_on_by_the_user(saved):
     want = latents(loaded(saved))
-    if when == "before loading":
-        torchax.enable_globally()
+    torchax.enable_globally()
     pipe = loaded(saved)
     assert {type(weight) for weight in pipe.transformer.parameters()} == {torch.nn.Parameter}
-    if when == "after loading":
-        torchax.enable_globally()
-    port(pipe)
-    if when == "after porting":
-        torchax.enable_globally()
-    assert relative_error(latents(pipe), want) < 1e-4
+    assert relative_error(latents(port(pipe)), want) < 1e-4
 
 
 def test_weights_that_were_moved_and_untied_by_hand_are_tied_again_and_stay_so(saved):

@@ -27,7 +27,7 @@ from cogvideox_torchax.vae import checkpoint, tiling
 from cogvideox_torchax.vae.chunks import Step, run
 from cogvideox_torchax.vae.directions import NCTHW, Direction
 from cogvideox_torchax.vae.placement import Placement, VideoPlacement
-from cogvideox_torchax.vae.streaming import ChunkedVAE, frames_of_chunks, joined
+from cogvideox_torchax.vae.streaming import ChunkedVAE
 from cogvideox_torchax.vae.torchax.modules import port_modules
 from cogvideox_torchax.vae.torchax.networks import ChunkNetwork, chunk_network
 
@@ -117,15 +117,6 @@ class AutoencoderKLCogVideoX(ChunkedVAE):
         """
         # Tiles are blended as floats: `tiled_step` converts the blended frames to bytes.
         network = chunk_network(self, direction, as_uint8 and plan is None)
-        return self._results_of(network, chunks, plan, as_uint8)
-
-    def _results_of(
-        self,
-        network: ChunkNetwork,
-        chunks: Iterable[Any],
-        plan: tiling.TilePlan | None = None,
-        as_uint8: bool = False,
-    ) -> Iterator[Any]:
         on_jax = runtime.is_on_jax(self)
         step: Step = network  # without an accelerator PyTorch runs it
         if on_jax or runtime.is_on_torchtpu(self):
@@ -148,10 +139,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE):
         network = chunk_network(self, direction)
         plan = self._tile_plan(direction, x.shape[2:], in_tiles=in_tiles)
         on_torchtpu = runtime.is_on_torchtpu(self)
-
-        def forward_pass() -> torch.Tensor:
-            return joined(self._results_of(network, frames_of_chunks(self, direction, x), plan), x)
-
+        forward_pass = functools.partial(super()._run, direction, x, in_tiles=in_tiles)
         if on_torchtpu or plan is not None:
             # On an accelerator, a backward pass from this result raises an error with the message. A plain
             # tensor's result is returned unchanged, and torch's own backward pass goes through the tiles.
