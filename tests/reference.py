@@ -194,12 +194,6 @@ def video(frames: int, *, batch: int = 1, height: int = 24, width: int = 40, see
     return torch.rand(batch, 3, frames, height, width, generator=torch.Generator().manual_seed(seed)) * 2 - 1
 
 
-def multiplies_exactly(text: str) -> bool:
-    """Return whether a lowered program has products, and each of them in full precision."""
-    products = products_of(text)
-    return bool(products) and all("HIGHEST" in line for line in products)
-
-
 def products_of(text: str) -> list[str]:
     """Return the lines of a lowered program that multiply."""
     return [line for line in text.splitlines() if re.search(r"\.(dot_general|convolution)\b", line)]
