@@ -26,8 +26,8 @@ PACKAGES = ("cogvideox_torchax", "jax_kernels")
 
 LEVELS = (
     ("jax_kernels",),
-    ("cogvideox_torchax", "versions"),
-    ("upstream",),
+    ("lazy", "versions"),
+    ("cogvideox_torchax", "upstream"),
     ("runtime",),
     ("files",),
     ("sharding",),
@@ -77,13 +77,16 @@ def sources() -> dict[str, str]:
 HOMES = {
     package: {
         alias.asname or alias.name: node.module
-        for node in ast.walk(ast.parse(sources()[package]))
+        for node in ast.walk(ast.parse((ROOT / file).read_text()))
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    for package in ("cogvideox_torchax", "cogvideox_torchax.flax")
+    for package, file in (
+        ("cogvideox_torchax", "cogvideox_torchax/__init__.pyi"),
+        ("cogvideox_torchax.flax", "cogvideox_torchax/flax/__init__.py"),
+    )
 }
-"""By a name that a package imports lazily, its module: both import it for type checkers."""
+"""By a name that a package imports lazily, its module."""
 
 
 def part_of(module: str) -> str:
