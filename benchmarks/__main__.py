@@ -13,7 +13,7 @@ from benchmarks.options import JSON, QUIET, Option, add_to, narrator, option, ou
 from benchmarks.pages import DEMO_MODEL
 from benchmarks.plan.command import OPTIONS
 from cogvideox_torchax.files import reports, whole
-from cogvideox_torchax.runtime.quiet import quiet_libraries
+from cogvideox_torchax.terminal import quiet_libraries
 from cogvideox_torchax.vae.checkpoint import locate_vae
 from cogvideox_torchax.vae.sizes import check_sides
 

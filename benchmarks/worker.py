@@ -84,7 +84,7 @@ def failure(error: BaseException) -> dict[str, Any]:
 
 def main() -> None:
     """Answer the request on stdin, as JSON on stdout; output of libraries goes to stderr."""
-    from cogvideox_torchax.runtime.quiet import quiet_libraries
+    from cogvideox_torchax.terminal import quiet_libraries
 
     quiet_libraries()
     if sys.platform == "linux":  # the system then kills this process with its parent: the device is freed

@@ -1,4 +1,4 @@
-"""Names of a package whose modules are imported at the names' first use, as an import of all would be slow."""
+"""Names of a package whose modules are imported at the first use of each, so that its import is quick."""
 
 import ast
 import importlib

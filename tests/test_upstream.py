@@ -17,8 +17,8 @@ from cogvideox_torchax.pipelines import networks, transformer
 from cogvideox_torchax.pipelines.call import PIPELINES
 from cogvideox_torchax.pipelines.layers import PatchEmbed
 from cogvideox_torchax.pipelines.port import KNOWN, PortedPipeline
-from cogvideox_torchax.runtime.clock import CompileClock
 from cogvideox_torchax.runtime.device import import_torchax
+from cogvideox_torchax.terminal import CompileClock
 from cogvideox_torchax.vae.torchax.modules import PORTED
 
 # What upstream.py takes

@@ -13,7 +13,7 @@ from cogvideox_torchax import __version__, runtime
 from cogvideox_torchax.cli import commands
 from cogvideox_torchax.cli.commands import COMMANDS
 from cogvideox_torchax.cli.options import USER_ERROR, Parser
-from cogvideox_torchax.runtime.quiet import quiet_libraries
+from cogvideox_torchax.terminal import quiet_libraries
 
 FAILURE = 1
 INTERRUPTED = 130  # a shell's code for a process that Ctrl-C ended

@@ -28,7 +28,7 @@ from cogvideox_torchax.dataset.clip import (
 )
 from cogvideox_torchax.files import reports, video
 from cogvideox_torchax.files.latents import Latents
-from cogvideox_torchax.runtime.clock import CompileClock
+from cogvideox_torchax.terminal import CompileClock
 
 TINY_PIPELINE = Path(__file__).parent.parent / "assets" / "tiny-pipeline"
 DEMO_MODEL = TINY_PIPELINE / "vae"

@@ -14,7 +14,7 @@ import torch
 from cogvideox_torchax import runtime
 from cogvideox_torchax.cli import common, devices, generate
 from cogvideox_torchax.files import reports
-from cogvideox_torchax.runtime.clock import CompileClock
+from cogvideox_torchax.terminal import CompileClock
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 
 

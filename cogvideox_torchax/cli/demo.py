@@ -16,7 +16,7 @@ from cogvideox_torchax import runtime, versions
 from cogvideox_torchax.cli import common
 from cogvideox_torchax.cli.commands import DEMO_FRAMES
 from cogvideox_torchax.files import extras, latents as latent_files, reports, sheets, video, whole
-from cogvideox_torchax.runtime.clock import CompileClock
+from cogvideox_torchax.terminal import CompileClock
 from cogvideox_torchax.vae import pixels, quality, tolerances
 
 DEMO_CLIP = "bigbuckbunny.mp4"

@@ -19,6 +19,7 @@ from torch import nn
 
 import jax_kernels
 from cogvideox_torchax import runtime, upstream
+from cogvideox_torchax.pipelines.weights import read_only
 from cogvideox_torchax.runtime import on_accelerator, torch_view
 from cogvideox_torchax.runtime.trees import replaced_method, runs_kernel
 
@@ -93,7 +94,7 @@ class Linear(nn.Linear):
         values = self._written_out(value)
         if self.scale is not None:
             values = (values.float() * self.scale[:, None]).to(self.compute_dtype)
-        return runtime.read_only(values.detach())
+        return read_only(values.detach())
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight" and self.compute_dtype and value.dtype != self.bits.dtype:

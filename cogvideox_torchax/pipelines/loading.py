@@ -24,7 +24,7 @@ from cogvideox_torchax.files.models import INDEX, ModelError, local, not_on_hub,
 from cogvideox_torchax.pipelines.call import PIPELINES
 from cogvideox_torchax.pipelines.eight_bits import Weights, as_int8, check_weights
 from cogvideox_torchax.pipelines.port import offload_models, place_network, port_pipeline
-from cogvideox_torchax.runtime.weights import tie_weights
+from cogvideox_torchax.pipelines.weights import feed_weights, tie_weights
 from cogvideox_torchax.sharding import Parallel, check_mesh, check_one_slice
 from cogvideox_torchax.vae.checkpoint import (
     WEIGHTS_STEM,
@@ -208,7 +208,7 @@ def _load_weights(network: Any, directory: Path, part: str, dtype: torch.dtype, 
     tensors = as_int8(network, _cast(read_tensors(files), dtype, tuple(float32_modules or ())))
     # Each weight goes to its devices, by `put_weight`, before the next one is read. `missing` are the names
     # of weights that no file has, `unexpected` the names of tensors in the files that are no weights.
-    missing, unexpected = runtime.feed_weights(network, tensors, network.put_weight)
+    missing, unexpected = feed_weights(network, tensors, network.put_weight)
     if part == "text_encoder":
         tie_weights(network)  # T5's token embedding has two names, of which the files may have one
     # A weight under two names is not missing if a file has it under one of them: then it has left "meta".

@@ -38,7 +38,6 @@ from cogvideox_torchax.pipelines.layers import (
     PatchEmbed,
 )
 from cogvideox_torchax.pipelines.sequence import SequencePlacement
-from cogvideox_torchax.runtime.gradients import comes_from_input
 from cogvideox_torchax.runtime.models import PortedModel
 from cogvideox_torchax.runtime.trees import change_in
 from cogvideox_torchax.sharding import BatchPlacement, Parallel, check_mesh
@@ -71,6 +70,23 @@ def port_layers(network: nn.Module) -> None:
         processor = getattr(module, "processor", None)
         if type(processor) in PROCESSORS:
             processor.__class__ = PROCESSORS[type(processor)]
+
+
+def _comes_from_input(tensor: torch.Tensor) -> bool:
+    """Return whether a backward pass from a tensor leads to a tensor of the user's, not to weights alone.
+
+    A tensor that is no result of an operation leads to itself, if it requires a gradient.
+    """
+    nodes: list[Any] = [tensor.grad_fn]
+    seen: set[Any] = {None}
+    for node in nodes:  # which grows meanwhile
+        if node not in seen and not hasattr(node, "why"):  # that of `runtime.without_gradient` ends a pass
+            seen.add(node)
+            nodes.extend(following for following, _ in node.next_functions)
+    # Where a pass ends at a tensor, with its gradient, the node has that tensor as `variable`.
+    return (tensor.requires_grad and tensor.is_leaf) or any(
+        hasattr(node, "variable") and not isinstance(node.variable, nn.Parameter) for node in seen
+    )
 
 
 class _SetForwards(threading.local):
@@ -137,7 +153,7 @@ class CompiledNetwork(PortedModel):
             torch.is_grad_enabled()
             and runtime.is_on_jax(self)
             and any(
-                isinstance(leaf, torch.Tensor) and comes_from_input(leaf)
+                isinstance(leaf, torch.Tensor) and _comes_from_input(leaf)
                 for leaf in pytree.tree_leaves((args, kwargs))
             )
         ):

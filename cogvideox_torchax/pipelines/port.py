@@ -32,8 +32,8 @@ from cogvideox_torchax.pipelines.networks import CompiledNetwork, KnownNetwork, 
 from cogvideox_torchax.pipelines.offload import Offload
 from cogvideox_torchax.pipelines.text_encoder import T5EncoderModel
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
-from cogvideox_torchax.runtime.models import PicklesAsStock, PortedModel, class_of, save_as_stock
-from cogvideox_torchax.runtime.weights import tie_weights
+from cogvideox_torchax.pipelines.weights import tie_weights
+from cogvideox_torchax.runtime.models import CopiesWithoutPrograms, PortedModel, class_of, save_as_stock
 from cogvideox_torchax.sharding import Parallel, check_one_slice
 from cogvideox_torchax.vae.torchax.autoencoder import check_vae_class, port_vae
 
@@ -254,11 +254,16 @@ def _check_not_cast(model: Any) -> None:
         )
 
 
-class PortedPipeline(PicklesAsStock, DiffusionPipeline):
+class PortedPipeline(CopiesWithoutPrograms, DiffusionPipeline):
     """Mixin for the class of a ported pipeline.
 
     A copy runs on JAX too. An unpickled pipeline is in PyTorch, as its models are, until it is ported again.
     """
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        # The last base is the class from before `port`; pickle could not import the class that `port` made.
+        # Unpickling calls `object.__new__` with this base, and then sets the state.
+        return object.__new__, type(self).__bases__[-1:], vars(self)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Move as diffusers' `to` does; "cuda" and "jax" mean JAX, on the device or the mesh of `port`."""

@@ -57,7 +57,6 @@ from cogvideox_torchax.runtime.layers import (
     profiling as profiling,
 )
 from cogvideox_torchax.runtime.memory import (
-    free_memory as free_memory,
     of_several_processes as of_several_processes,
     out_of_memory as out_of_memory,
 )
@@ -87,10 +86,8 @@ from cogvideox_torchax.runtime.user_checks import (
 )
 from cogvideox_torchax.runtime.weights import (
     byte_dtype as byte_dtype,
-    feed_weights as feed_weights,
     is_movable as is_movable,
     named_tensors as named_tensors,
     put_weights as put_weights,
-    read_only as read_only,
     replace_weights as replace_weights,
 )

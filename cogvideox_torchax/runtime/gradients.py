@@ -138,23 +138,6 @@ def wants_gradient(network: nn.Module, x: torch.Tensor) -> bool:
     )
 
 
-def comes_from_input(tensor: torch.Tensor) -> bool:
-    """Return whether a backward pass from a tensor leads to a tensor of the user's, not to weights alone.
-
-    A tensor that is no result of an operation leads to itself, if it requires a gradient.
-    """
-    nodes: list[Any] = [tensor.grad_fn]
-    seen: set[Any] = {None}
-    for node in nodes:  # which grows meanwhile
-        if node not in seen and not hasattr(node, "why"):  # a `_Refused`, which has `why`, ends a pass
-            seen.add(node)
-            nodes.extend(following for following, _ in node.next_functions)
-    # Where a pass ends at a tensor, with its gradient, the node has that tensor as `variable`.
-    return (tensor.requires_grad and tensor.is_leaf) or any(
-        hasattr(node, "variable") and not isinstance(node.variable, nn.Parameter) for node in seen
-    )
-
-
 def rematerialized(module: nn.Module, *inputs: Any) -> Any:
     """Call a module with gradient checkpointing: the backward pass recomputes its activations.
 

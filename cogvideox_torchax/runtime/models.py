@@ -71,18 +71,6 @@ class CopiesWithoutPrograms:
         return copied
 
 
-class PicklesAsStock(CopiesWithoutPrograms):
-    """Mixin of ported pipelines and schedulers: a pickle has the class that the object had before `port`."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self._state()
-
-    def __reduce_ex__(self, _protocol: Any) -> Any:
-        # The last base is the class from before `port`; pickle could not import the class that `port` made.
-        # Unpickling calls `object.__new__` with this base, and then sets the state.
-        return object.__new__, type(self).__bases__[-1:], self.__getstate__()
-
-
 class PortedModel(CopiesWithoutPrograms, nn.Module):
     """Mixin of ported models, which have a mesh. A copy has the same mesh.
 

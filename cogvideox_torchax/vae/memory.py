@@ -12,8 +12,15 @@ is the number of a video's pixels for each latent pixel, along one axis.
 import contextlib
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
@@ -44,6 +51,8 @@ Without this kernel, the plan has 13513 bytes for each pixel of a latent frame t
 """
 MARGIN = 0.9
 """The fraction of the free memory that the estimate may take."""
+
+MEMINFO = Path("/proc/meminfo")
 
 Item = TypeVar("Item")
 
@@ -133,7 +142,7 @@ def tile_of(vae: Any, direction: Direction, height: int, width: int, frames: int
         return own_tile(vae)
     key = direction, height, width, frames
     if key not in vae.tile_choices:
-        free = runtime.free_memory(vae.mesh)
+        free = free_memory(vae.mesh)
         vae.tile_choices[key] = fitting_tile(vae, direction, height, width, frames, free)
     return vae.tile_choices[key]
 
@@ -179,3 +188,31 @@ def retry_tiled_on_oom(
     say(f"out of memory after {yielded} chunks: going on in tiles of {tile[0]} x {tile[1]} pixels")
     vae.enable_tiling(*tile)
     yield from itertools.islice(start(), yielded, None)  # without the results that were yielded before
+
+
+def free_memory(mesh: Mesh | None = None) -> int:
+    """Return the free bytes of one device: of this process's first device, for a mesh too.
+
+    One device stands for all. CPU devices share the host's free memory equally. For a mesh of several
+    processes the result is the least that a process finds, and every process must call this.
+    """
+    local_bytes = _free_memory(1 if mesh is None else mesh.local_mesh.size)
+    if not runtime.of_several_processes(mesh):
+        return local_bytes
+    # In MiB, which fit into 32 bits: JAX has no 64-bit integers by default.
+    mebibytes = multihost_utils.process_allgather(np.asarray(local_bytes // 2**20, np.int32))
+    return int(np.min(mebibytes)) * 2**20
+
+
+def _free_memory(devices: int) -> int:
+    """Return the free bytes of this process's first device.
+
+    For a CPU device this is the host's free memory over `devices`, the number of CPU devices that share it.
+    """
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:  # an accelerator; JAX has no statistics of a CPU
+        return int(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    if not MEMINFO.is_file():  # off Linux: all memory of the machine
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices
+    lines = MEMINFO.read_text().splitlines()  # such as "MemAvailable:   12345678 kB"
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")) // devices

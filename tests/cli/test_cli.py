@@ -621,7 +621,7 @@ def test_compiling_for_nothing_is_refused(restored_cache, monkeypatch, capsys, r
 def test_lines_about_compiling_and_bad_clips_do_not_hang_on_a_progress_bar(
     clip, model_directory, capsys, monkeypatch
 ):
-    monkeypatch.setattr("cogvideox_torchax.runtime.clock.LONG", 0)  # each program is announced
+    monkeypatch.setattr("cogvideox_torchax.terminal.LONG", 0)  # each program is announced
     Path("bad.mp4").write_bytes(b"no video")
     assert cli.main(["encode", ".", "-o", "out", "--model", "vae"]) == 1
     said = re.split("[\r\n]", capsys.readouterr().err)

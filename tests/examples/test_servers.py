@@ -24,7 +24,7 @@ from PIL import Image
 
 from cogvideox_torchax import port, save_video
 from cogvideox_torchax.files import latents as latent_files, video as video_files
-from cogvideox_torchax.runtime.clock import CompileClock
+from cogvideox_torchax.terminal import CompileClock
 from examples import serve, stream_to_browser
 from tests import small_pipelines
 from tests.reference import latents as made_up_latents

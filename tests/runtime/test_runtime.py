@@ -4,8 +4,8 @@ import jax
 import pytest
 import torch
 
-from cogvideox_torchax import load_pipeline, runtime
-from cogvideox_torchax.runtime import bridge, clock
+from cogvideox_torchax import load_pipeline, runtime, terminal
+from cogvideox_torchax.runtime import bridge
 from tests import reference, small_pipelines
 from tests.processes import printed_by
 
@@ -68,7 +68,7 @@ assert os.listdir(os.environ["COGVIDEOX_TORCHAX_COMPILE_CACHE"])
 
 def test_nested_compile_spans_count_once():
     spans = [("c", 0.0, 4.0), ("c", 1.0, 2.0), ("c", 3.0, 5.0), ("other", 0.0, 9.0)]
-    assert clock.covered_seconds(spans, ("c",)) == 5.0
+    assert terminal.covered_seconds(spans, ("c",)) == 5.0
 
 
 # Checks of JAX that a user has turned on for code of their own: the package's code runs all the same.

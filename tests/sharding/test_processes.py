@@ -89,10 +89,10 @@ assert cli.main(["decode", "one.safetensors", "-o", "two", *together]) == 0
 assert cli.main(["decode", "one.safetensors", "-o", "two-tiled", "--tiling", "32x24", *together]) == 0
 import os
 os.dup2(2, 1)  # stdout was for reports
-from cogvideox_torchax import make_mesh, runtime
-from cogvideox_torchax.runtime import memory
+from cogvideox_torchax import make_mesh
+from cogvideox_torchax.vae import memory
 memory._free_memory = lambda devices: (3 + index) * 2**40
-assert runtime.free_memory(make_mesh()) == 3 * 2**40
+assert memory.free_memory(make_mesh()) == 3 * 2**40
 """
 
 

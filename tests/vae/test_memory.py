@@ -107,7 +107,7 @@ def test_auto_chooses_tiles_by_the_free_memory_when_a_size_is_first_run(build, s
     whole = reference.run_decode(vae, z)
     vae.enable_tiling("auto")
     free = mock.Mock(return_value=10**12)
-    monkeypatch.setattr(runtime, "free_memory", free)
+    monkeypatch.setattr(memory, "free_memory", free)
     assert torch.equal(reference.run_decode(vae, z), whole), "all of it fits"
     free.return_value = memory.estimated_bytes(vae, DECODE, 16, 24, 1) // 2
     assert torch.equal(torch.cat(list(vae.decode_stream(z)), 2), whole), "as it was chosen for this size"
@@ -125,11 +125,11 @@ def test_free_memory_of_a_cpu_is_what_the_system_calls_available_or_what_the_mac
     text = "MemTotal:       24000000 kB\nMemFree:        1 kB\nMemAvailable:   12345678 kB\n"
     mesh = make_mesh(2, 4)  # JAX reads files when it starts, so before the patch
     monkeypatch.setattr(Path, "read_text", lambda path: text)
-    assert runtime.free_memory() == 12345678 * 1024
-    assert runtime.free_memory(mesh) == 12345678 * 1024 // 8, "one memory for eight devices"
+    assert memory.free_memory() == 12345678 * 1024
+    assert memory.free_memory(mesh) == 12345678 * 1024 // 8, "one memory for eight devices"
     monkeypatch.undo()
-    monkeypatch.setattr("cogvideox_torchax.runtime.memory.MEMINFO", Path("/none"))
-    assert runtime.free_memory() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    monkeypatch.setattr(memory, "MEMINFO", Path("/none"))
+    assert memory.free_memory() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 OUT = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 12345 bytes.")

@@ -1,6 +1,11 @@
-"""The time that JAX reports for tracing, lowering and compiling."""
+"""What a command's terminal shows: how long JAX compiles, and no warnings of other packages."""
 
+import importlib
+import importlib.util
+import logging
+import os
 import time
+import warnings
 from collections.abc import Callable
 
 from cogvideox_torchax.upstream import COMPILING_EVENTS, TRACING_EVENTS
@@ -17,7 +22,7 @@ class CompileClock:
 
     Attributes:
         started: time when the clock was made, of `time.perf_counter`.
-        spans: (event, start, stop) of JAX's work since the last `take`.
+        spans: (event, start, stop) of JAX's work.
     """
 
     def __init__(self, announce: Callable[[str], None] = lambda line: None) -> None:
@@ -49,21 +54,13 @@ class CompileClock:
 
     @property
     def seconds(self) -> float:
-        """Seconds of tracing and compiling together, since the last `take`."""
+        """Seconds of tracing and compiling together, since the clock was made."""
         return covered_seconds(self.spans, (*TRACING_EVENTS, *COMPILING_EVENTS))
 
     @property
     def elapsed(self) -> float:
         """Wall seconds since the clock was made."""
         return time.perf_counter() - self.started
-
-    def take(self) -> dict[str, float]:
-        """Return the seconds of tracing and lowering (`lower_s`), and of compiling, since the last call."""
-        spans, self.spans = self.spans, []
-        return {
-            "lower_s": covered_seconds(spans, TRACING_EVENTS),
-            "compile_s": covered_seconds(spans, COMPILING_EVENTS),
-        }
 
 
 def covered_seconds(spans: list[tuple[str, float, float]], events: tuple[str, ...]) -> float:
@@ -73,3 +70,17 @@ def covered_seconds(spans: list[tuple[str, float, float]], events: tuple[str, ..
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total
+
+
+def quiet_libraries(*, bars: bool = True) -> None:
+    """Keep other packages' warnings off a user's terminal; `bars` is whether progress bars stay on it."""
+    warnings.filterwarnings("ignore")
+    for name in ("diffusers", "transformers", "jax", "torchax", "torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for name in ("diffusers", "transformers"):
+        # The package sets its level by this variable when it is imported.
+        os.environ.setdefault(f"{name.upper()}_VERBOSITY", "error")
+        if not bars and importlib.util.find_spec(name):
+            importlib.import_module(f"{name}.utils.logging").disable_progress_bar()
+    if not bars:
+        importlib.import_module("huggingface_hub.utils").disable_progress_bars()
