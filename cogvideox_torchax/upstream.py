@@ -139,10 +139,9 @@ def leave_torchax(refuse: Callable[[], None]) -> None:
     # The tensors that the child has inherited keep their shape, dtype and device, which are properties. Of
     # the methods only `dim` works without JAX, so all others are replaced.
     torchax = sys.modules["torchax"]
-    for tensor_class in (torchax.tensor.Tensor, torchax.view.View):
-        for name, member in list(vars(tensor_class).items()):
-            if isinstance(member, FunctionType | classmethod) and name != "dim":
-                setattr(tensor_class, name, staticmethod(lambda *_args, **_kwargs: refuse()))
+    for name, member in list(vars(torchax.tensor.Tensor).items()):
+        if isinstance(member, FunctionType | classmethod) and name != "dim":
+            setattr(torchax.tensor.Tensor, name, staticmethod(lambda *_args, **_kwargs: refuse()))
     torchax.tensor.Environment.enable_torch_modes = lambda *_: refuse()
     torchax.tensor.Environment.disable_torch_modes = lambda *_: None  # they are off already
 
@@ -172,7 +171,7 @@ def array_in(tensor: Any) -> Any:
     return getattr(tensor, "_elem", None)
 
 
-def teach_copying(kind: Any, tensor_of: Any, to_torch: Any) -> None:
+def teach_copying(kind: Any, to_torch: Any) -> None:
     """Make a class of torchax's tensors copyable and picklable, which the class is not by itself.
 
     A copy, also inside a copied module or state dict, shares the tensor's JAX array, which nothing writes
@@ -180,16 +179,14 @@ def teach_copying(kind: Any, tensor_of: Any, to_torch: Any) -> None:
     define neither `__deepcopy__` nor `__reduce_ex__`.
 
     Args:
-        kind: the class, of whole tensors or of views.
-        tensor_of: makes a torchax tensor of a JAX array.
+        kind: the class.
         to_torch: makes a plain tensor of a torchax tensor.
     """
     from torch import nn
 
     # `copy.deepcopy` calls this.
     def deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
-        array = array_in(tensor)  # as it is, also if it waits on the host; None for a slice
-        copied = tensor_of(tensor.jax()) if array is None else type(tensor)(array, tensor._env)
+        copied = type(tensor)(array_in(tensor), tensor._env)  # the array also if it waits on the host
         if isinstance(tensor, nn.Parameter):
             copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = copied  # two references to one tensor stay one in the copy

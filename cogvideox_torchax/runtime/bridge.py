@@ -34,8 +34,7 @@ def is_on_jax(module: torch.nn.Module) -> bool:
 
 def array_of(tensor: torch.Tensor) -> Any:
     """Return the array inside a torchax tensor, which may wait in the host's memory, or be a NumPy array."""
-    array = array_in(tensor)  # None for a slice, which has only its parent's
-    return import_torchax().interop.jax_view(tensor) if array is None else array
+    return array_in(tensor)
 
 
 def tensor_of(array: Any) -> torch.Tensor:

@@ -72,7 +72,7 @@ def _ready_torchax() -> Any:
     torchax = register()
     configure_compile_cache()
     with jax_checks_off():  # the environment makes a key for random numbers, which a user's checks refuse
-        torchax.default_env()
+        torchax.default_env().config.force_materialize_views = True  # `views` has them share their values
     return torchax
 
 
@@ -82,17 +82,15 @@ def register() -> Any:
     torchax = _imported_torchax()
     from cogvideox_torchax.runtime.functions import replace_functions  # it imports JAX
 
-    tensor_class, slice_class = torchax.tensor.Tensor, torchax.view.View
-    for kind in (tensor_class, slice_class):
-        upstream.teach_copying(kind, torchax.interop.torch_view, fetched)
-        kind.__torch_dispatch__, kind.__torch_function__ = classmethod(_operate), classmethod(_call)
-        kind.__repr__ = kind.__str__ = _shown
-        kind.__new__ = staticmethod(_outside_inference(kind.__new__))
-        kind.numpy = lambda self, **_: on_host(self.jax())
-        kind.tolist = lambda self: self.jax().tolist()
+    kind = torchax.tensor.Tensor
+    upstream.teach_copying(kind, fetched)
+    kind.__torch_dispatch__, kind.__torch_function__ = classmethod(_operate), classmethod(_call)
+    kind.__repr__ = kind.__str__ = _shown
+    kind.__new__ = staticmethod(_outside_inference(kind.__new__))
+    kind.numpy = lambda self, **_: on_host(self.jax())
     _correct_tables(torchax)
     replace_functions(torchax.ops.ops_registry)
-    views.share_views(tensor_class, slice_class)
+    views.share_views(kind)
     torchax.tensor.Environment.dispatch = _dispatch(torchax.tensor.Environment.dispatch)
     upstream.add_python_device(
         {"empty.memory_format": _empty, "empty_strided": _empty, "_to_copy": _to_copy}
@@ -110,7 +108,6 @@ def _imported_torchax() -> Any:
             import torchax.ops.jtorch
             import torchax.ops.mappings
             import torchax.ops.ops_registry
-            import torchax.view
     except (ImportError, RuntimeError, AttributeError) as error:
         # AttributeError: torch has dropped an operator that torchax names.
         pair = " ".join(f"{package}=={TESTED[package].newest}" for package in ("torchax", "torch"))
@@ -192,17 +189,17 @@ def _call(_kind: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None)
     environment = import_torchax().default_env()
     with torch._C.DisableTorchFunctionSubclass():
         tensors = _tensors_in(args, options)
-        records = views.records_gradients(tensors)
-        if records and any(map(views.is_slice, tensors)):
-            args, options = pytree.tree_map_only(torch.Tensor, views.as_view, (args, options))
         if func is torch.Tensor.to and on_jax(args[0]) and views.is_there(*args, **options):
             return args[0]
         if func in _CASTS and torch.Tensor.dtype.__get__(args[0]) != args[0].dtype:  # pyright: ignore
             # `data` has had another dtype since, of which PyTorch's wrapper does not know.
             dtype = _CASTS[func] or device_and_dtype(args[1:], options)[1]
             return torch.ops.aten._to_copy.default(args[0], dtype=dtype)
-        is_known = func is torch.Tensor.__getitem__ and (not on_jax(args[0]) or KNOWN in vars(args[0]))
-        if func in _INSTEAD or (func in _WHOLE and not records and not is_known):
+        # PyTorch has to know of a slice that it is one, where a gradient may be written into it.
+        in_parts = func is torch.Tensor.__getitem__ and (
+            torch.is_grad_enabled() or not on_jax(args[0]) or KNOWN in vars(args[0])
+        )
+        if func in _INSTEAD or (func in _WHOLE and not views.records_gradients(tensors) and not in_parts):
             with contextlib.suppress(import_torchax().tensor.OperatorNotFound):
                 return environment.dispatch(func, types, args, options)
         # In the mode, torchax also makes the tensors that PyTorch makes on the way, such as those of numbers.
@@ -283,8 +280,6 @@ def _run_operator(self: Any, func: Any, args: Any, options: Any, written: list[A
     packet, name = func.overloadpacket, func.overloadpacket.__name__
     if packet is torch.ops.aten.copy_:
         return _copied(*args[:2])
-    if any(map(views.is_slice, written)):
-        return _run_on_slices(self, func, args, options, written, run)
     dtype = options.get("dtype")
     if dtype is not None and all(argument.name != "layout" for argument in func._schema.arguments):
         # torch casts what it sums; torchax has no such option for most sums, or does not look at it.
@@ -327,25 +322,6 @@ def _run_operator(self: Any, func: Any, args: Any, options: Any, written: list[A
             raise
         _warn_of(name)
         return _on_host(func, args, options, written)
-
-
-def _run_on_slices(self: Any, func: Any, args: Any, options: Any, written: list[Any], run: Any) -> Any:
-    """Run an operator that writes slices by brackets, of which torchax would have it write copies."""
-    if torch.Tag.inplace_view in func.tags:
-        name = func.overloadpacket.__name__
-        raise ValueError(f"got {name} of a slice by brackets, which keeps its shape: take {name[:-1]}")
-    slices = [each for each in written if views.is_slice(each)]
-    copies = [each.torch() for each in slices]
-
-    def swapped(trees: Any, old: list[Any], new: list[Any]) -> Any:
-        others = dict(zip(map(id, old), new, strict=True))
-        return pytree.tree_map_only(torch.Tensor, lambda leaf: others.get(id(leaf), leaf), trees)
-
-    args, options, written = swapped((args, options, written), slices, copies)
-    result = _run_operator(self, func, args, options, written, run)
-    for target, copy in zip(slices, copies, strict=True):
-        target.update(copy)
-    return swapped(result, copies, slices)
 
 
 @functools.cache
@@ -477,9 +453,6 @@ def _copied(target: Any, source: Any) -> Any:
 
 def _assign(target: Any, array: Any, host: torch.Tensor | None = None) -> None:
     """Give a tensor on JAX another array, whose values are those of `host`, if it is given."""
-    if views.is_slice(target):
-        target.update(array)
-        return
     target._elem = array
     if host is not None and host.numel() <= KNOWN_SIZE and not upstream.is_traced(array):
         vars(target)[KNOWN] = _kept(host, target.dtype)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
@@ -37,21 +38,15 @@ class _Differentiated(torch.autograd.Function):
         else:
             result, saved = run(), inputs
         ctx.function_to_run_again = None if run is None else function
-        # What `jax.vjp` returns is a JAX tree, whose leaves are arrays and others. The arrays are saved as
-        # tensors, which torch frees after the backward pass. `ctx.leaves` has the other leaves, and None in
-        # the place of each array.
+        # `jax.vjp` returns a JAX tree of arrays. As tensors, torch frees them after the backward pass.
         leaves, ctx.structure = jax.tree.flatten(saved)
-        ctx.save_for_backward(*(tensor_of(leaf) for leaf in leaves if isinstance(leaf, jax.Array)))
-        ctx.leaves = [None if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+        ctx.save_for_backward(*(tensor_of(jnp.asarray(leaf)) for leaf in leaves))
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        arrays = map(array_of, ctx.saved_tensors)
-        # `forward` put None where torch saved an array.
-        leaves = [next(arrays) if leaf is None else leaf for leaf in ctx.leaves]
-        saved = jax.tree.unflatten(ctx.structure, leaves)
+        saved = jax.tree.unflatten(ctx.structure, map(array_of, ctx.saved_tensors))
         # `pull_back` computes the gradients of the inputs from the gradient of the result. It is what
         # `forward` saved; or `forward` saved the inputs, and then it is made here.
         function = ctx.function_to_run_again

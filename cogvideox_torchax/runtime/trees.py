@@ -9,7 +9,7 @@ diffusers ships runs instead, and calls the modules inside, each of which is ask
 LoRA layers are modules of a library too. They are stock where no kernel stands in for them: in a transformer
 and a text encoder, but not on a convolution of the VAE.
 
-A ported class may declare two attributes, which `Tree.change` reads:
+A ported class may declare two attributes, which `change_in` reads:
 
     parts: by the name of a module or a processor inside, which may have dots, the classes that it may have,
         as a kernel stands in for it. Of a list of modules, each has to be of such a class. What is not there
@@ -106,6 +106,7 @@ class Tree:
 
     Attributes:
         modules: the modules, each once.
+        objects: the objects with a state, and attention processors.
         tensors: the parameters and buffers, a tied one once for each of its names.
         classes: the classes of modules and of their attention processors, and their bases but `nn.Module`'s.
         key: what a program depends on, with a hash: classes and their methods, attributes, hooks, the names
@@ -122,7 +123,7 @@ class Tree:
 
     def _walk(self, root: nn.Module) -> None:
         # This runs before each call of a network, which may have a thousand modules.
-        self.modules, self.held = [], []
+        self.modules, self.held, self.objects = [], [], []
         self._key, self._numbers = [], {}  # the number of what was met, by its id
         key, held, numbers = self._key, self.held, self._numbers
         weights, pending = [], [root]
@@ -170,9 +171,10 @@ class Tree:
         if items is not None and id(value) not in self._numbers:
             self._numbers[id(value)] = len(self._numbers)
             # An object may hold more than its attributes, so that it counts by its identity as well.
-            held = () if type(value) in CONTAINERS else (value,)
-            self._key += (type(value), *map(id, held), len(items))
-            self.held += held
+            objects = () if type(value) in CONTAINERS else (value,)
+            self._key += (type(value), *map(id, objects), len(items))
+            self.held += objects
+            self.objects += objects
             for item in items:
                 self._add(item, in_processor)
         elif items is not None:
@@ -184,21 +186,6 @@ class Tree:
             self._key += (id(value), id(array), version)
             self.held += (value, array)
 
-    @functools.cached_property
-    def change(self) -> str | None:
-        """The first thing that is not stock, in words; None if there is nothing.
-
-        The hooks of the root itself do not count, nor its own `forward`, as the call of the root runs them.
-        """
-        root = self.modules[0]
-        for name, module in root.named_modules():
-            if upstream.is_compiled(module):  # in place of torch.compile's wrapper, what is in it is traced
-                continue
-            change = (None if module is root else _addition(module)) or _difference(module)
-            if change is not None:
-                return f"{name or type(root).__name__} {change}"
-        return None
-
 
 # What is stock
 
@@ -209,8 +196,17 @@ def runs_kernel(module: nn.Module, x: torch.Tensor) -> bool:
 
 
 def change_in(root: nn.Module) -> str | None:
-    """Return the `Tree.change` of a module."""
-    return Tree(root).change
+    """Return the first thing in a module tree that is not stock, in words; None if there is nothing.
+
+    The hooks of the root itself do not count, nor its own `forward`, as the call of the root runs them.
+    """
+    for name, module in root.named_modules():
+        if upstream.is_compiled(module):  # in place of torch.compile's wrapper, what is in it is traced
+            continue
+        change = (None if module is root else _addition(module)) or _difference(module)
+        if change is not None:
+            return f"{name or type(root).__name__} {change}"
+    return None
 
 
 def _addition(module: nn.Module) -> str | None:
@@ -351,44 +347,25 @@ def skeleton(root: Module, weight: Callable[[torch.Tensor], torch.Tensor] | None
             share weights.
     """
     tree = Tree(root)
+    copied = {*map(id, tree.modules), *map(id, tree.objects)}
+    # By the id of an object, what stands for it in the copy. `deepcopy` copies what is not here: containers,
+    # objects with a state, and methods of what is copied.
     copies: dict[int, Any] = {
-        id(module): _Uncompiled() if upstream.is_compiled(module) else object.__new__(type(module))
-        for module in tree.modules
+        id(value): value
+        for value in tree.held
+        if id(value) not in copied and id(getattr(value, "__self__", None)) not in copied
     }
-    if weight is not None:
-        for tensor in tree.tensors:
-            if id(tensor) not in copies:
-                copies[id(tensor)] = replaced(tensor, weight)
+    weights = {id(tensor): tensor for tensor in tree.tensors}
+    copies |= {key: replaced(tensor, weight) for key, tensor in weights.items()} if weight else weights
     for module in tree.modules:
-        copied = copies[id(module)]
-        for name, value in vars(module).copy().items():
-            if name not in UNTRACED_ATTRIBUTES and (type(copied) is not _Uncompiled or name == "_modules"):
-                vars(copied)[name] = _copy_of(value, copies, name == PROCESSOR)
+        is_wrapper = upstream.is_compiled(module)
+        copies[id(module)] = _Uncompiled() if is_wrapper else object.__new__(type(module))
+    for module in tree.modules:
+        attributes = {"_modules": module._modules} if upstream.is_compiled(module) else vars(module).copy()
+        for name in attributes.keys() - UNTRACED_ATTRIBUTES:
+            value = attributes[name]
+            vars(copies[id(module)])[name] = value if name in UNREAD else copy.deepcopy(value, copies)
     return copies[id(root)]
-
-
-def _copy_of(value: Any, copies: dict[int, Any], in_processor: bool) -> Any:
-    """Return the copy of a module or a weight, of a container, at any depth, or of an object with a state.
-
-    A method of what is copied becomes that of the copy. Any other value is returned as it is. `copies` has
-    the copies made so far, by the ids of their originals.
-    """
-    if id(value) in copies:
-        return copies[id(value)]
-    owner = getattr(value, "__self__", None) if type(value) is MethodType else None
-    if id(owner) in copies:
-        return MethodType(value.__func__, copies[id(owner)])
-    if items_of(value, in_processor) is None:
-        return value
-    if isinstance(value, set | tuple):  # which can be made only after their items
-        copied = type(value)(_copy_of(item, copies, in_processor) for item in value)
-        return copies.setdefault(id(value), copied)
-    # `copies` gets the copy before its items are copied: an item may refer to the object that holds it.
-    copied = copies[id(value)] = copy.copy(value)
-    table: Any = copied if type(value) in CONTAINERS else vars(copied)
-    for key in range(len(table)) if isinstance(table, list) else table:
-        table[key] = _copy_of(table[key], copies, in_processor)
-    return copied
 
 
 def weightless(module: Module) -> Module:

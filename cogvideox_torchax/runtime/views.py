@@ -1,9 +1,10 @@
 """Views that share their values on JAX as they do in PyTorch.
 
 In PyTorch a view, such as `x.transpose(1, 2)`, shares its storage with `x`: a write into either is seen in
-both. JAX's arrays are values, and torchax makes an independent array of every view but a slice by brackets.
-So torchax alone loses the write `x.transpose(1, 2)[:, ::2] *= 0.5` without a word. `share_views` has each
-tensor know the tensors that would share its storage in PyTorch, and updates them after a write.
+both. JAX's arrays are values, and torchax makes an independent array of every view; of a slice by brackets it
+does so by its option `force_materialize_views`. So torchax alone loses the write
+`x.transpose(1, 2)[:, ::2] *= 0.5` without a word. `share_views` has each tensor know the tensors that would
+share its storage in PyTorch, and updates them after a write.
 
 A tensor's *layout* is a tensor on torch's "meta" device, which has no values. Its shape, strides and offset
 say where in the storage each element of the tensor lies. A tensor that is no view is contiguous.
@@ -89,32 +90,15 @@ def _are_alike(layout: torch.Tensor, other: torch.Tensor) -> bool:
 def layout_of(source: Any) -> torch.Tensor:
     """Return the layout of a tensor on JAX; one without gets a storage of its own, contiguous."""
     attributes = vars(source)
-    if is_slice(source):
-        return layout_of(source.parent)[source.view_info.slices]
     if STORAGE not in attributes:
         layout = torch.empty(source.shape, dtype=source.dtype, device="meta")
         _Storage(layout).add(source, layout)
     return attributes[LAYOUT]
 
 
-def is_slice(tensor: Any) -> bool:
-    """Return whether a tensor is a slice by brackets, which torchax writes into its parent."""
-    return "view_info" in vars(tensor)
-
-
-def as_view(tensor: Any) -> Any:
-    """Return a slice by brackets as a view of PyTorch's, whose gradients it knows; else the tensor itself."""
-    return as_view(tensor.parent)[tensor.view_info.slices] if is_slice(tensor) else tensor
-
-
-def _whole(tensor: Any) -> Any:
-    """Return the tensor that a slice by brackets is of, which holds the array; else the tensor itself."""
-    return _whole(tensor.parent) if is_slice(tensor) else tensor
-
-
 def records_gradients(tensors: Iterable[Any]) -> bool:
     """Return whether PyTorch records the gradients of an operation on these tensors."""
-    return torch.is_grad_enabled() and any(_whole(tensor).requires_grad for tensor in tensors)
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _set_item(write: Callable[..., None]) -> Callable[..., None]:
@@ -162,11 +146,10 @@ def _places(layout: torch.Tensor) -> Any:
     return jnp.broadcast_to(sum(steps, jnp.asarray(layout.storage_offset())), layout.shape)
 
 
-def share_views(tensor_class: Any, slice_class: Any) -> None:
-    """Have the views of torchax's tensors share their values, by the attributes of their classes.
+def share_views(tensor_class: Any) -> None:
+    """Have the views of torchax's tensors share their values, by the attributes of their class.
 
-    Each write sets a tensor's `_elem`, its array, which becomes a property that calls `_write`. torchax's
-    second class, for a slice by brackets, writes into its parent by itself.
+    Each write sets a tensor's `_elem`, its array, which becomes a property that calls `_write`.
     """
     tensor_class._elem = property(operator.attrgetter(ARRAY), _write)  # each call reads a thousand
     tensor_class.jax = _array_for_operation
@@ -179,11 +162,10 @@ def share_views(tensor_class: Any, slice_class: Any) -> None:
 
     tensor_class.detach = detach
     tensor_class.data = property(detach, _set_data)  # torchax's getter returns the tensor itself
-    for kind in (tensor_class, slice_class):
-        kind.__setitem__ = _set_item(kind.__setitem__)
-        kind.is_meta = False  # of a tensor on torch's "meta" device, `nn.init.orthogonal_` fills nothing
-        # torch's reads the shape that a tensor was made with, which `t_` has changed since.
-        kind.view_as = lambda self, other: self.view(other.shape)
+    tensor_class.__setitem__ = _set_item(tensor_class.__setitem__)
+    tensor_class.is_meta = False  # of a tensor on torch's "meta" device, `nn.init.orthogonal_` fills nothing
+    # torch's reads the shape that a tensor was made with, which `t_` has changed since.
+    tensor_class.view_as = lambda self, other: self.view(other.shape)
     del tensor_class.flatten  # torchax's makes an independent array, and takes no negative axes but -1
     tensor_class.type_as = lambda self, other: self.to(other.dtype)  # torchax's changes its input
 
@@ -196,7 +178,7 @@ def _array_for_operation(tensor: Any) -> Any:
 
 def waits(tensor: Any) -> bool:
     """Return whether a tensor on JAX waits in the host's memory, as with offload."""
-    return ARRAY in vars(tensor) and is_in_host_memory(vars(tensor)[ARRAY])
+    return on_jax(tensor) and is_in_host_memory(vars(tensor)[ARRAY])
 
 
 def _write(tensor: Any, array: Any) -> None:
@@ -230,8 +212,8 @@ def as_in_torch(func: Any, args: Any, options: Any, result: Any) -> Any:
         return result
     if result is source and func in (torch.Tensor.to, torch.ops.aten._to_copy.default):
         return source if func is torch.Tensor.to and not _asks_for_a_copy(args, options) else source.clone()
-    # torch marks its operators that return views, but for `tensor_split`.
-    if getattr(func, "is_view", False) or func is torch.tensor_split:
+    # torch marks its operators that return views; these two are functions.
+    if getattr(func, "is_view", False) or func in (torch.tensor_split, torch.Tensor.__getitem__):
         _share(source, result, lambda layout: func(layout, *args[1:], **options))
     return result
 
@@ -264,15 +246,13 @@ def _share(source: Any, results: Any, operation: Callable[[torch.Tensor], Any]) 
             # These strides forbid a view. The caller asked for a `reshape`: torch makes a `view` of it, as it
             # takes torchax's tensors for contiguous. In PyTorch it copies, so nothing is shared.
             return
-    source = _whole(source)
     # A result is a view if its layout has the storage of `source`'s layout; `_cdata` is this storage's
-    # address. Left out are slices, which write into their parents by themselves; `source` itself; and a
-    # result to which torchax gives another shape than torch does, so that the layout does not fit.
+    # address. Left out are `source` itself, and a result to which torchax gives another shape than torch
+    # does, so that the layout does not fit.
     storage_id = layout.untyped_storage()._cdata
     for result, result_layout in zip(_tensors(results), _tensors(result_layouts), strict=True):
         if (
             result_layout.untyped_storage()._cdata == storage_id
-            and ARRAY in vars(result)
             and result is not source
             and result_layout.shape == result.shape
         ):
