@@ -33,8 +33,12 @@ def is_on_jax(module: torch.nn.Module) -> bool:
 
 
 def array_of(tensor: torch.Tensor) -> Any:
-    """Return the array inside a torchax tensor, which may wait in the host's memory, or be a NumPy array."""
-    return array_in(tensor)
+    """Return the array inside a torchax tensor, which may wait in the host's memory, or be a NumPy array.
+
+    A tree of such tensors becomes one of arrays.
+    """
+    array = array_in(tensor)  # None for a tree
+    return import_torchax().interop.jax_view(tensor) if array is None else array
 
 
 def tensor_of(array: Any) -> torch.Tensor:
