@@ -14,7 +14,7 @@ __getattr__, __dir__, __all__ = attach(__name__, __file__)
 
 
 def _leave_jax() -> None:
-    """Turn torchax off in a forked child, such as a DataLoader's worker, in which JAX would hang."""
+    """Refuse JAX in a forked child, such as a DataLoader's worker, in which it would hang."""
     # Imported here, so that importing the package is quick.
     importlib.import_module("cogvideox_torchax.runtime.forks").leave_jax()
 

@@ -67,8 +67,8 @@ def port(
 
     Raises:
         ValueError: the object is of another kind, or a VAE class of another package; the mesh was not made by
-            `make_mesh`, or does not divide the weights; quantized weights that have no form on JAX; a module
-            contains itself; an option that the object does not take.
+            `make_mesh`, or does not divide the weights; quantized weights that have no form on JAX;
+            an option that the object does not take.
     """
     if weights is not None and isinstance(model_or_pipeline, nn.Module):
         raise ValueError(

@@ -65,26 +65,6 @@ def torchax_is_on() -> bool:
     return any(isinstance(active, mode) for active in stack())
 
 
-def _turn_torchax_off() -> None:
-    """Take torchax's modes off this thread's stacks of modes, for good."""
-    # A thread has two stacks: torch's functions go through the modes on one, and torch's operators through
-    # those on the other. torchax has a mode on each. torch can only take off the last mode.
-    stacks = (
-        ("torch.overrides", "_get_current_function_mode_stack", "XLAFunctionMode"),
-        ("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", "XLADispatchMode"),
-    )
-    for owner, modes_function, mode_class in stacks:
-        current_modes, push, pop = (
-            _attribute("torch", owner, name) for name in (modes_function, "_push_mode", "_pop_mode")
-        )
-        modes, torchax_mode = current_modes(), _attribute("torchax", "torchax.tensor", mode_class)
-        for _ in modes:
-            pop()
-        for mode in modes:
-            if not isinstance(mode, torchax_mode):
-                push(mode)
-
-
 @contextlib.contextmanager
 def dispatching(mode: Any) -> Iterator[None]:
     """Run a block in one of torch's dispatch modes, which threads may share."""
@@ -125,25 +105,6 @@ def jax_has_started() -> bool:
     # was forked, nobody ever releases it here.
     bridge = sys.modules.get("jax._src.xla_bridge")
     return bridge is not None and bool(_attribute("jax", bridge, "_backends"))
-
-
-def leave_torchax(refuse: Callable[[], None]) -> None:
-    """Turn torchax off in a forked child process; where torchax would use JAX, it then calls `refuse`.
-
-    `refuse` raises an error. Without it, a use of JAX in a forked process would wait for ever.
-    """
-    # `interop` is the last module that an import of torchax completes. Without it torchax is not in use.
-    if "torchax.interop" not in sys.modules:
-        return
-    _turn_torchax_off()
-    # The tensors that the child has inherited keep their shape, dtype and device, which are properties. Of
-    # the methods only `dim` works without JAX, so all others are replaced.
-    torchax = sys.modules["torchax"]
-    for name, member in list(vars(torchax.tensor.Tensor).items()):
-        if isinstance(member, FunctionType | classmethod) and name != "dim":
-            setattr(torchax.tensor.Tensor, name, staticmethod(lambda *_args, **_kwargs: refuse()))
-    torchax.tensor.Environment.enable_torch_modes = lambda *_: refuse()
-    torchax.tensor.Environment.disable_torch_modes = lambda *_: None  # they are off already
 
 
 def replace_array(tensor: Any, move: Callable[[Any], Any]) -> Any:
@@ -375,6 +336,11 @@ def cast_dtype(module: Any) -> Any:
     registry = vars(module).get("_diffusers_hook")
     hook = registry and registry.hooks.get(CASTING_HOOKS[0])
     return hook and hook.compute_dtype
+
+
+def is_cast(network: Any) -> bool:
+    """Return whether hooks of diffusers cast a network's weights during a call."""
+    return any(cast_dtype(module) is not None for module in network.modules())
 
 
 def take_casting(network: Any) -> None:

@@ -14,18 +14,8 @@ class Tested:
     newest: str
 
     def holds(self, version: str) -> bool:
-        """Return whether a version is in the range.
-
-        A build for a device (`2.13.0+cpu`) counts as its version (`2.13.0`). A later patch of `newest` is in
-        the range too: a final release with the same first two numbers. It is not if these numbers are 0.0,
-        since a patch of 0.0 may change anything.
-        """
-        public_version = Version(Version(version).public)  # without "+cpu"
-        newest = Version(self.newest)
-        first_two = newest.release[:2]
-        same_minor = public_version.release[:2] == first_two
-        is_patch_of_newest = same_minor and first_two != (0, 0) and not public_version.is_prerelease
-        return public_version >= Version(self.oldest) and (public_version <= newest or is_patch_of_newest)
+        """Return whether a version is in the range; a device's build, `2.13.0+cpu`, counts as `2.13.0`."""
+        return Version(self.oldest) <= Version(Version(version).public) <= Version(self.newest)
 
 
 TESTED = {

@@ -10,7 +10,6 @@ import jax.core
 import pytest
 import torch
 import torchax
-from torch.utils.flop_counter import FlopCounterMode
 
 from cogvideox_torchax import AutoencoderKLCogVideoX, runtime, upstream
 from cogvideox_torchax.pipelines import networks, transformer
@@ -43,22 +42,6 @@ def test_a_sum_or_a_product_is_one_program(operation, other):
     function = import_torchax().interop.jax_view(lambda x: operation(x, other))
     names = [equation.primitive.name for equation in jax.make_jaxpr(function)(jax.numpy.ones((2, 3))).eqns]
     assert names in (["jit"], ["pjit"]), names
-
-
-@pytest.mark.usefixtures("torchax_off")
-def test_torchax_is_taken_off_from_between_other_modes():
-    def stacks():
-        return (
-            torch.overrides._get_current_function_mode_stack(),
-            torch.utils._python_dispatch._get_current_dispatch_mode_stack(),
-        )
-
-    with torch.device("cpu"), torchax.default_env(), FlopCounterMode(display=False), torch.device("cpu"):
-        before = stacks()
-        upstream._turn_torchax_off()
-        assert [len(stack) for stack in stacks()] == [len(stack) - 1 for stack in before]
-        assert not any("XLA" in type(mode).__name__ for stack in stacks() for mode in stack)
-        torchax.default_env().enable_torch_modes()  # for the ends of the contexts
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import T5Config, T5EncoderModel
 
@@ -33,6 +34,7 @@ from cogvideox_torchax.pipelines.eight_bits import Weights, quantize
 from cogvideox_torchax.pipelines.networks import KnownNetwork
 from cogvideox_torchax.pipelines.port import port_network
 from cogvideox_torchax.pipelines.transformer import CachedStep
+from cogvideox_torchax.runtime.calls import MethodCall
 from cogvideox_torchax.runtime.places import describes_one_input
 from cogvideox_torchax.sharding import Parallel
 
@@ -219,7 +221,13 @@ def described_program(network: Any, tensors: TensorSpecs) -> tuple[Any, TensorSp
     # Classes of diffusers return an object unless they are asked for a tuple of tensors.
     takes = inspect.signature(stock.forward).parameters
     options = {"return_dict": False} if "return_dict" in takes else {}
-    return runtime.method_program(network, stock.forward, tensors, network.placement, **options)
+    descriptions, _ = jax.tree.flatten(tensors, is_leaf=describes_one_input)
+    # Empty tensors stand for the described ones: they only mark their positions among the leaves.
+    markers = jax.tree.map(lambda _: torch.empty(0), tensors, is_leaf=describes_one_input)
+    leaves, structure = pytree.tree_flatten(((), {**markers, **options}))
+    call = MethodCall(network, stock.forward, structure, leaves)
+    inputs = dict(zip(call.inputs(leaves), descriptions, strict=True))
+    return runtime.Program(call, network.placement), inputs
 
 
 def step_tensors(

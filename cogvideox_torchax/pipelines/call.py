@@ -274,9 +274,14 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
 """By the name of a pipeline's method, the function that runs in its place."""
 
 
-def wrapped_methods(kind: type) -> dict[str, Callable[..., Any]]:
-    """Return the methods of a ported pipeline's class, by name, around those of the class `kind`."""
-    return {name: _wrapped(kind, name) for name in _WRAPPERS if hasattr(kind, name)}
+@functools.cache
+def pipeline_class(kind: type, mixin: type) -> type:
+    """Return the ported subclass of a pipeline's class `kind`, with that class's own name and signatures.
+
+    It has the methods of `mixin`, and around those of `kind` the wrappers of this module.
+    """
+    wrapped = {name: _wrapped(kind, name) for name in _WRAPPERS if hasattr(kind, name)}
+    return type(kind.__name__, (mixin, kind), {**wrapped, "__module__": kind.__module__})
 
 
 def _wrapped(kind: type, name: str) -> Callable[..., Any]:

@@ -90,15 +90,15 @@ def _foreign_weights(name: str, network: nn.Module) -> Iterator[tuple[nn.Module,
     The bits are what `upstream.bits_of` returns.
     """
     for path, layer in network.named_modules():
-        is_cast = upstream.cast_dtype(layer) is not None
         for key, weight in layer._parameters.items():
+            is_matrix = _is_matrix(layer, key)
             is_held = key == "weight" and isinstance(layer, Linear) and layer.compute_dtype is not None
             if weight is None or is_held or runtime.on_jax(weight):
                 continue
-            if is_cast:
+            if upstream.cast_dtype(layer) is not None:
                 yield layer, key, weight, (weight.detach(), None, None)
             elif not runtime.is_movable(weight):
-                bits = upstream.bits_of(weight) if _is_matrix(layer, key) else None
+                bits = upstream.bits_of(weight) if is_matrix else None
                 if bits is None:
                     kind = f"{type(weight).__name__} of {runtime.dtype_name(weight.dtype)}"
                     raise ValueError(

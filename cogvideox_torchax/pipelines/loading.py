@@ -23,8 +23,10 @@ from cogvideox_torchax.files import faults
 from cogvideox_torchax.files.models import INDEX, ModelError, local, not_on_hub, read_json
 from cogvideox_torchax.pipelines.call import PIPELINES
 from cogvideox_torchax.pipelines.eight_bits import Weights, as_int8, check_weights
-from cogvideox_torchax.pipelines.port import offload_models, place_network, port_pipeline
-from cogvideox_torchax.pipelines.weights import feed_weights, tie_weights
+from cogvideox_torchax.pipelines.networks import tie_weights
+from cogvideox_torchax.pipelines.offload import offload_models
+from cogvideox_torchax.pipelines.port import place_network, port_pipeline
+from cogvideox_torchax.pipelines.weights import feed_weights
 from cogvideox_torchax.sharding import Parallel, check_mesh, check_one_slice
 from cogvideox_torchax.vae.checkpoint import (
     WEIGHTS_STEM,

@@ -6,11 +6,11 @@ compiled program.
 """
 
 import functools
-import math
 import threading
 from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
 import torch
 from diffusers.models.activations import GELU as DiffusersGELU
 from diffusers.models.attention import FeedForward
@@ -40,6 +40,7 @@ from cogvideox_torchax.pipelines.layers import (
 from cogvideox_torchax.pipelines.sequence import SequencePlacement
 from cogvideox_torchax.runtime.models import PortedModel
 from cogvideox_torchax.runtime.trees import change_in
+from cogvideox_torchax.runtime.weights import weight_slots
 from cogvideox_torchax.sharding import BatchPlacement, Parallel, check_mesh
 from cogvideox_torchax.vae.torchax.modules import SiLU
 
@@ -61,6 +62,29 @@ PROCESSORS: dict[Any, Any] = {
 
 SPLIT_LAYERS = (PatchEmbed, Block, Attention, FeedForward, T5LayerSelfAttention, T5LayerFF)
 """The layers whose inputs and outputs are sequences, which a mesh may split."""
+
+
+@runtime.without_jax_checks
+def tie_weights(network: Any) -> None:
+    """Tie a network's weights as its class does, as far as they were tied: if they are equal on JAX.
+
+    Torch's own `to` unties those that it moves there. A weight on "meta", for which no file had a tensor,
+    becomes the one that it is to be tied to.
+    """
+    slots = [(owner, key, owner[key]) for _name, owner, key in weight_slots(network)]
+    network.tie_weights()
+    for owner, key, old in slots:
+        new = owner[key]
+        if new.is_meta and not old.is_meta:  # a file has it under this name alone
+            for other, other_key, _old in slots:
+                if other[other_key] is new:
+                    other[other_key] = old
+        elif not (new is old or old.is_meta or _are_equal_on_jax(new, old)):
+            owner[key] = old
+
+
+def _are_equal_on_jax(*tensors: torch.Tensor) -> bool:
+    return all(map(runtime.on_jax, tensors)) and bool(jnp.array_equal(*map(runtime.array_of, tensors)))
 
 
 def port_layers(network: nn.Module) -> None:
@@ -244,16 +268,6 @@ class CompiledNetwork(PortedModel):
 
 def bytes_of(network: nn.Module) -> int:
     return sum(weight.numel() * weight.element_size() for weight in network.parameters())
-
-
-def device_bytes_of(model: PortedModel) -> int:
-    """Return the bytes that a model's weights take on a device: on a mesh, its shards of them."""
-    placement = getattr(model, "placement", None)  # None, too, for a VAE: each device has all of its weights
-    weights = runtime.named_tensors(model)
-    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-    if placement is not None:
-        shapes = {n: placement.weight_sharding(n, shape).shard_shape(shape) for n, shape in shapes.items()}
-    return sum(math.prod(shapes[name]) * weight.element_size() for name, weight in weights.items())
 
 
 class KnownNetwork(CompiledNetwork):

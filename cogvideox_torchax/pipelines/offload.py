@@ -1,6 +1,8 @@
 """Offload: models whose weights are on the devices while a model is used, and else in the host's memory."""
 
 import contextlib
+import logging
+import math
 import threading
 import weakref
 from collections.abc import Iterator
@@ -10,10 +12,15 @@ import jax
 import jax.numpy as jnp
 
 from cogvideox_torchax import upstream
+from cogvideox_torchax.pipelines import sharding
 from cogvideox_torchax.runtime.bridge import array_of
 from cogvideox_torchax.runtime.host import HOST_MEMORY, is_in_host_memory, on_jax
 from cogvideox_torchax.runtime.user_checks import without_jax_checks
 from cogvideox_torchax.runtime.weights import named_tensors, put_weights
+
+logger = logging.getLogger("cogvideox_torchax")
+
+GIB = 2**30
 
 
 class Offload:
@@ -111,3 +118,40 @@ def _to_host(array: jax.Array) -> Any:
     if array.is_fully_replicated:  # one copy is enough
         array = array.addressable_shards[0].data
     return jax.device_put(array, array.sharding.with_memory_kind(HOST_MEMORY))
+
+
+def offload_models(models: dict[str, Any], mesh: Any, sequence: str | None, *, wanted: bool) -> None:
+    """Have ported models take turns on the devices: if it is `wanted`, or some do so, or all do not fit.
+
+    Args:
+        models: the models, by name; of several calls for a pipeline the last has all.
+        mesh: the mesh that they are on; None for one device, or for the mesh of an earlier port.
+        sequence: the names of those that take turns, as in diffusers' `model_cpu_offload_seq`; None for all.
+        wanted: whether the user has asked for it.
+    """
+    offloads = (model.offload for model in models.values() if model.offload and model.offload.is_on)
+    offload = next(offloads, None)
+    sizes = {name: _device_bytes_of(model) / GIB for name, model in models.items()}
+    memory = (sharding.memory_of(mesh) or math.inf) / GIB
+    if offload is None and not wanted:
+        if sum(sizes.values()) <= memory:
+            return
+        logger.warning(
+            "%.2f GiB of weights for %.2f GiB of a device: they wait on the host between uses, as by "
+            "pipe.enable_model_cpu_offload(), which needs %.2f GiB beside a program's temporaries",
+            *(sum(sizes.values()), memory, max(sizes.values())),
+        )
+    offload = offload or Offload()
+    for name, model in models.items():
+        if model.offload is not offload:
+            offload.add(model, takes_turns=sequence is None or name in sequence.split("->"))
+
+
+def _device_bytes_of(model: Any) -> int:
+    """Return the bytes that a model's weights take on a device: on a mesh, its shards of them."""
+    placement = getattr(model, "placement", None)  # None, too, for a VAE: each device has all of its weights
+    weights = named_tensors(model)
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    if placement is not None:
+        shapes = {n: placement.weight_sharding(n, shape).shard_shape(shape) for n, shape in shapes.items()}
+    return sum(math.prod(shapes[name]) * weight.element_size() for name, weight in weights.items())

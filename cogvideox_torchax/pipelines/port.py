@@ -7,7 +7,6 @@ diffusers' own call, with its own scheduler, with what `call` adds to its method
 
 import functools
 import logging
-import math
 from typing import Any
 
 import torch
@@ -23,23 +22,19 @@ from torch import nn
 from transformers.models.t5.modeling_t5 import T5EncoderModel as TransformersT5Encoder
 
 from cogvideox_torchax import runtime, upstream
-from cogvideox_torchax.pipelines import sharding
 from cogvideox_torchax.pipelines.blocks import Block
-from cogvideox_torchax.pipelines.call import wrapped_methods
+from cogvideox_torchax.pipelines.call import pipeline_class
 from cogvideox_torchax.pipelines.eight_bits import Weights, check_bits, quantize, take_bits
 from cogvideox_torchax.pipelines.frames import FrameProcessor
-from cogvideox_torchax.pipelines.networks import CompiledNetwork, KnownNetwork, device_bytes_of, port_layers
-from cogvideox_torchax.pipelines.offload import Offload
+from cogvideox_torchax.pipelines.networks import CompiledNetwork, KnownNetwork, port_layers, tie_weights
+from cogvideox_torchax.pipelines.offload import offload_models
 from cogvideox_torchax.pipelines.text_encoder import T5EncoderModel
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
-from cogvideox_torchax.pipelines.weights import tie_weights
 from cogvideox_torchax.runtime.models import CopiesWithoutPrograms, PortedModel, class_of, save_as_stock
 from cogvideox_torchax.sharding import Parallel, check_one_slice
 from cogvideox_torchax.vae.torchax.autoencoder import check_vae_class, port_vae
 
 logger = logging.getLogger("cogvideox_torchax")
-
-GIB = 2**30
 
 KNOWN: dict[type[nn.Module], type[KnownNetwork]] = {
     DiffusersTransformer: CogVideoXTransformer3DModel,
@@ -51,20 +46,23 @@ METHODS = ("forward", "encode", "decode")
 """Methods of a network that are compiled, if its class has them."""
 
 
-@functools.cache
-def ported_class(kind: Any) -> type[CompiledNetwork]:
-    """Return the class that a network of class `kind` becomes; a ported class is returned unchanged."""
-    if issubclass(kind, CompiledNetwork):
-        return kind
-    if kind in KNOWN:
-        return KNOWN[kind]
+def known_class(kind: Any) -> type[CompiledNetwork]:
+    """Return the class of this package for networks of class `kind`: `CompiledNetwork` for an unknown one."""
     bases = (
         # A subclass that computes the same as its stock class also gets the methods of the ported class.
         known
         for stock, known in KNOWN.items()
-        if issubclass(kind, stock) and kind.forward is stock.forward
+        if issubclass(kind, known) or (issubclass(kind, stock) and kind.forward is stock.forward)
     )
-    base = next(bases, CompiledNetwork)
+    return next(bases, CompiledNetwork)
+
+
+@functools.cache
+def ported_class(kind: Any) -> type[CompiledNetwork]:
+    """Return the class that a network of class `kind` becomes; a ported class is returned unchanged."""
+    base = known_class(kind)
+    if issubclass(kind, CompiledNetwork) or kind in KNOWN:
+        return kind if issubclass(kind, CompiledNetwork) else base
     # This package does not know what any other class computes: its methods are compiled as they are.
     compiled = METHODS if base is CompiledNetwork else ()
     members = {name: _compiled_method(kind, name) for name in compiled if hasattr(kind, name)}
@@ -87,12 +85,13 @@ def port_network(network: Any) -> Any:
 
     On a ported network this ports the layers that were added since.
     """
-    if hasattr(network, "tie_weights") and not isinstance(network, CompiledNetwork):
-        tie_weights(network)
+    is_new = not isinstance(network, CompiledNetwork)
     network.__class__ = ported_class(type(network))
-    port_layers(network)
-    upstream.register_block(Block)  # diffusers' caches take only classes of blocks that are registered
     save_as_stock(network)  # a saved pipeline then names the original class, and loads without this package
+    port_layers(network)
+    if is_new and hasattr(network, "tie_weights"):
+        tie_weights(network)
+    upstream.register_block(Block)  # diffusers' caches take only classes of blocks that are registered
     return network
 
 
@@ -157,7 +156,7 @@ def port_pipeline(
     for model in models.values():
         model.put_weights()  # pyright: ignore[reportCallIssue]
     if isinstance(pipe, DiffusionPipeline) and not isinstance(pipe, PortedPipeline):
-        pipe.__class__ = _ported_pipeline_class(type(pipe))
+        pipe.__class__ = pipeline_class(type(pipe), PortedPipeline)
         processor = getattr(pipe, "video_processor", None)
         if type(processor) is VideoProcessor:
             processor.__class__ = FrameProcessor
@@ -166,18 +165,16 @@ def port_pipeline(
 
 def _check(name: str, model: Any, mesh: Any, parallel: Parallel | None) -> None:
     """Raise `ValueError` for a model that cannot be ported to the mesh."""
-    _check_acyclic(name, model)
-    if _is_known(model) and not runtime.is_on_jax(model):
-        check_bits(name, model)
-    else:
-        _check_not_cast(model)
-    if isinstance(model, DiffusersAutoencoder):
-        return
-    check_vae_class(model)  # a VAE of another package must not be taken for an unknown network
     mesh = getattr(model, "mesh", None) if mesh is None else mesh
-    if mesh is not None:
+    if mesh is not None and not isinstance(model, DiffusersAutoencoder):
         requested = parallel if name == "transformer" else None
-        ported_class(type(model)).choose_parallelism(model, mesh, requested)
+        known_class(type(model)).choose_parallelism(model, mesh, requested)
+    takes_bits = _is_known(model) and not runtime.is_on_jax(model)
+    check_vae_class(model)  # a VAE of another package must not be taken for an unknown network
+    if takes_bits:
+        check_bits(name, model)
+    elif upstream.is_cast(model):
+        raise ValueError(CAST)
 
 
 def _models(pipe: Any) -> dict[str, nn.Module]:
@@ -204,54 +201,14 @@ def _models(pipe: Any) -> dict[str, nn.Module]:
 
 
 def _is_known(model: Any) -> bool:
-    return issubclass(ported_class(type(model)), KnownNetwork)
+    return known_class(type(model)) is not CompiledNetwork
 
 
-def _check_acyclic(name: str, module: nn.Module, parents: tuple[nn.Module, ...] = ()) -> None:
-    """Raise `ValueError` if a module, whose `parents` contain it, contains one of them or itself.
-
-    On such a module, methods of torch such as `to` would call themselves without end.
-    """
-    if any(module is parent for parent in parents):
-        raise ValueError(f"{name} is a module that contains itself: take it out of one of the two")
-    for child_name, child in module.named_children():
-        _check_acyclic(f"{name}.{child_name}", child, (*parents, module))
-
-
-def offload_models(models: dict[str, Any], mesh: Any, sequence: str | None, *, wanted: bool) -> None:
-    """Have ported models take turns on the devices: if it is `wanted`, or some do so, or all do not fit.
-
-    Args:
-        models: the models, by name; of several calls for a pipeline the last has all.
-        mesh: the mesh that they are on; None for one device, or for the mesh of an earlier port.
-        sequence: the names of those that take turns, as in diffusers' `model_cpu_offload_seq`; None for all.
-        wanted: whether the user has asked for it.
-    """
-    offloads = (model.offload for model in models.values() if model.offload and model.offload.is_on)
-    offload = next(offloads, None)
-    sizes = {name: device_bytes_of(model) / GIB for name, model in models.items()}
-    memory = (sharding.memory_of(mesh) or math.inf) / GIB
-    if offload is None and not wanted:
-        if sum(sizes.values()) <= memory:
-            return
-        logger.warning(
-            "%.2f GiB of weights for %.2f GiB of a device: they wait on the host between uses, as by "
-            "pipe.enable_model_cpu_offload(), which needs %.2f GiB beside a program's temporaries",
-            *(sum(sizes.values()), memory, max(sizes.values())),
-        )
-    offload = offload or Offload()
-    for name, model in models.items():
-        if model.offload is not offload:
-            offload.add(model, takes_turns=sequence is None or name in sequence.split("->"))
-
-
-def _check_not_cast(model: Any) -> None:
-    """Raise `ValueError` for a model with diffusers' hooks that cast its weights during a call."""
-    if any(upstream.cast_dtype(module) is not None for module in model.modules()):
-        raise ValueError(
-            f"the weights of a {type(model).__name__} are cast layer by layer, which works on JAX only where "
-            "it is enabled before port, for a transformer and a text encoder: load the pipeline again"
-        )
+CAST = (
+    "the weights of a model are cast layer by layer, which works on JAX only where it is enabled before "
+    "port, for a transformer and a text encoder: load the pipeline again"
+)
+"""The error for a model with diffusers' hooks that cast its weights during a call."""
 
 
 class PortedPipeline(CopiesWithoutPrograms, DiffusionPipeline):
@@ -309,7 +266,8 @@ class PortedPipeline(CopiesWithoutPrograms, DiffusionPipeline):
                     "again"
                 )
             if runtime.is_on_jax(model):
-                _check_not_cast(model)
+                if upstream.is_cast(model):
+                    raise ValueError(CAST)
                 if upstream.is_offloaded(model):
                     raise ValueError(
                         f"the weights of the pipeline's {name} were offloaded after port: call "
@@ -318,13 +276,3 @@ class PortedPipeline(CopiesWithoutPrograms, DiffusionPipeline):
 
     def _offloads(self) -> set[Any]:
         return {model.offload for model in _models(self).values() if getattr(model, "offload", None)}
-
-
-@functools.cache
-def _ported_pipeline_class(kind: type) -> type:
-    """Return the ported subclass of a pipeline's class `kind`, with that class's own name and signatures."""
-    return type(
-        kind.__name__,
-        (PortedPipeline, kind),
-        {**wrapped_methods(kind), "__module__": kind.__module__},
-    )

@@ -1,11 +1,10 @@
-"""The weights of a pipeline's networks: read one at a time, tied, and written out of fewer bits."""
+"""The weights of a pipeline's networks: read one at a time, and written out of fewer bits."""
 
 import functools
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import nn
@@ -51,29 +50,6 @@ def feed_weights(
         owner[key] = placed
         missing.discard(name)
     return missing, unexpected
-
-
-@runtime.without_jax_checks
-def tie_weights(network: Any) -> None:
-    """Tie a network's weights as its class does, as far as they were tied: if they are equal on JAX.
-
-    Torch's own `to` unties those that it moves there. A weight on "meta", for which no file had a tensor,
-    becomes the one that it is to be tied to.
-    """
-    slots = [(owner, key, owner[key]) for _name, owner, key in weight_slots(network)]
-    network.tie_weights()
-    for owner, key, old in slots:
-        new = owner[key]
-        if new.is_meta and not old.is_meta:  # a file has it under this name alone
-            for other, other_key, _old in slots:
-                if other[other_key] is new:
-                    other[other_key] = old
-        elif not (new is old or old.is_meta or _are_equal_on_jax(new, old)):
-            owner[key] = old
-
-
-def _are_equal_on_jax(*tensors: torch.Tensor) -> bool:
-    return all(map(runtime.on_jax, tensors)) and bool(jnp.array_equal(*map(runtime.array_of, tensors)))
 
 
 def read_only(values: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,6 @@ from cogvideox_torchax.runtime.bridge import (
     to_torch as to_torch,
 )
 from cogvideox_torchax.runtime.calls import (
-    method_program as method_program,
     run_method as run_method,
     warn_once as warn_once,
 )

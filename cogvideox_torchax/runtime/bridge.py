@@ -97,10 +97,7 @@ def first_nonfinite(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
     For a tensor on JAX with shards in other processes, see `arrays.first_nonfinite_of`.
     """
-    if on_jax(tensor) or not tensor.dtype.is_floating_point:
-        return arrays.first_nonfinite_of(as_array(tensor))
-    found = (~torch.isfinite(tensor)).nonzero().tolist()
-    return tuple(found[0]) if found else None
+    return arrays.first_nonfinite_of(as_array(tensor))
 
 
 def all_finite(tensor: torch.Tensor) -> Any:

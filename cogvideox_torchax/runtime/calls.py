@@ -12,14 +12,13 @@ A tensor *of the host* is a plain one, PyTorch's own; a tensor *on JAX* is torch
 has its weights on JAX.
 """
 
-import contextlib
 import contextvars
 import functools
 import inspect
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +31,7 @@ from cogvideox_torchax.runtime.bridge import array_of, tensor_of, to_jax
 from cogvideox_torchax.runtime.device import RandomInTraceError
 from cogvideox_torchax.runtime.gradients import without_gradient
 from cogvideox_torchax.runtime.host import on_jax
-from cogvideox_torchax.runtime.places import Place, describes_one_input
+from cogvideox_torchax.runtime.places import Place
 from cogvideox_torchax.runtime.programs import Program, Programs, programs_of
 from cogvideox_torchax.runtime.trees import Tree, UntraceableError
 from cogvideox_torchax.runtime.weights import named_tensors
@@ -50,12 +49,11 @@ _INSIDE = contextvars.ContextVar("_INSIDE", default=False)
 """Whether this thread is inside a method that `run_method` runs; there `run_method` only calls methods."""
 
 
-@contextlib.contextmanager
-def _inside_method() -> Iterator[None]:
-    """Run a `with` block as the inside of a method; there `run_method` simply calls the method it gets."""
+def _call_inside(method: Method, model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Call a method, inside of which `run_method` simply calls the method it gets."""
     token = _INSIDE.set(True)
     try:
-        yield
+        return method(model, *args, **kwargs)
     finally:
         _INSIDE.reset(token)
 
@@ -67,52 +65,33 @@ class _Form:
     Attributes:
         method: the method.
         structure: torch's description of the tree of the call's arguments.
-        values: the tree's leaves, with None in the place of each argument of the program.
-        types: the type of each value, as 1, 1.0 and True are equal, but not one constant. A float has its
-            text here instead of its type, as 0.0 and -0.0 are equal.
-        arguments: the positions of the leaves that are arguments of the program.
+        constants: of each of the tree's leaves its type and value, as 1, 1.0 and True are equal, but not one
+            constant; of a float its text, as 0.0 and -0.0 are equal; None for an argument of the program.
+        values: the leaves, with None in the place of each argument of the program.
     """
 
     method: Method
     structure: pytree.TreeSpec
-    values: tuple[Any, ...]
-    types: tuple[Any, ...]
-    arguments: tuple[int, ...]
-
-    @classmethod
-    def of(cls, method: Method, structure: pytree.TreeSpec, leaves: list[Any]) -> "_Form":
-        """Return the form of a call with these leaves; those that are none of `VALUES` are arguments."""
-        arguments = tuple(i for i, leaf in enumerate(leaves) if not isinstance(leaf, VALUES))
-        values = tuple(leaf if isinstance(leaf, VALUES) else None for leaf in leaves)
-        types = tuple(repr(value) if isinstance(value, float | complex) else type(value) for value in values)
-        # One object for all equal forms. The form is an attribute of a `MethodCall`, and a program is found
-        # by the identity of attributes.
-        return _interned(cls(method, structure, values, types, arguments))
+    constants: tuple[tuple[type, Any] | None, ...]
+    values: tuple[Any, ...] = field(compare=False)
 
     def changing_argument(self, others: Iterable[Any]) -> str | None:
         """Return the name of an argument with too many constants in forms that are else alike, or None."""
-        alike = {self} | {
-            each
-            for each in others
-            if isinstance(each, _Form)
-            and (each.method, each.structure, each.arguments) == (self.method, self.structure, self.arguments)
-        }
-        for position in range(len(self.values)):
-            if len({(each.types[position], each.values[position]) for each in alike}) > Programs.KEPT:
+        forms = [each for each in others if isinstance(each, _Form)]
+        alike = [each for each in forms if (each.method, each.structure) == (self.method, self.structure)]
+        for position, constant in enumerate(self.constants):
+            if len({constant, *(each.constants[position] for each in alike)}) > Programs.KEPT:
                 args, kwargs = pytree.tree_unflatten(range(len(self.values)), self.structure)
                 named = inspect.signature(self.method).bind(None, *args, **kwargs).arguments
-                return next(
-                    name + pytree.keystr(path)
-                    for name, value in named.items()
-                    for path, leaf in pytree.tree_flatten_with_path(value)[0]
-                    if leaf == position
-                )
+                paths = pytree.tree_flatten_with_path(named)[0]  # the first key of a path is the argument's
+                path = next(path for path, leaf in paths if leaf == position)
+                return path[0].key + pytree.keystr(path[1:])
         return None
 
 
 @functools.lru_cache(maxsize=1024)
 def _interned(form: _Form) -> _Form:
-    """Return one object for all equal forms."""
+    """Return one object for all equal forms: a program is found by the identity of a module's attributes."""
     return form
 
 
@@ -125,10 +104,22 @@ class MethodCall(nn.Module):
     component = "model"  # the model's name in errors
     runs_by_operation = True  # if it cannot be traced
 
-    def __init__(self, model: nn.Module, form: _Form):
+    def __init__(self, model: nn.Module, method: Method, structure: pytree.TreeSpec, leaves: list[Any]):
+        """Take the leaves and the structure of a call's arguments (args, kwargs), without the model."""
         super().__init__()
         self.model = model
-        self.form = form
+        constants = tuple(
+            (type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf)
+            if isinstance(leaf, VALUES)
+            else None
+            for leaf in leaves
+        )
+        values = tuple(leaf if isinstance(leaf, VALUES) else None for leaf in leaves)
+        self.form = _interned(_Form(method, structure, constants, values))
+
+    def inputs(self, leaves: list[Any]) -> dict[str, Any]:
+        """Return the program's arguments among the leaves of a call's, by their positions ("0", "1")."""
+        return {str(i): leaf for i, leaf in enumerate(leaves) if self.form.constants[i] is None}
 
     def forward(self, arguments: dict[str, Any], cache: None) -> tuple[Any, None]:
         """Run the method while a program is traced; `arguments` has the program's, by position ("0", "1").
@@ -144,22 +135,16 @@ class MethodCall(nn.Module):
         weights = named_tensors(self.model)
         # A write into a torchax tensor gives the tensor another array.
         old_arrays = [(tensor, array_of(tensor)) for tensor in (*weights.values(), *arguments.values())]
-        with _inside_method():
-            args, kwargs = pytree.tree_unflatten(leaves, self.form.structure)
-            result = self.form.method(self.model, *args, **kwargs)
+        args, kwargs = pytree.tree_unflatten(leaves, self.form.structure)
+        result = _call_inside(self.form.method, self.model, args, kwargs)
         if Tree(self.model).key != tree.key:
             raise UntraceableError("it changes its modules' attributes")
         if any(array_of(tensor) is not array for tensor, array in old_arrays):
             raise UntraceableError("it writes into its weights or its arguments")
-        if not _is_unchanged((args, kwargs), leaves, self.form.structure):
+        leaves_now, structure_now = pytree.tree_flatten((args, kwargs))
+        if structure_now != self.form.structure or not all(map(operator.is_, leaves_now, leaves)):
             raise UntraceableError("it changes a container among its arguments")
         return _Result.of(result), cache
-
-
-def _is_unchanged(tree: Any, leaves: list[Any], structure: pytree.TreeSpec) -> bool:
-    """Return whether a tree still has the structure and the very leaves that it was made of."""
-    leaves_now, structure_now = pytree.tree_flatten(tree)
-    return structure_now == structure and all(map(operator.is_, leaves_now, leaves))
 
 
 @jax.tree_util.register_dataclass
@@ -230,44 +215,16 @@ def run_method(
         for leaf in leaves:
             if not isinstance(leaf, (torch.Tensor, *VALUES)):
                 raise UntraceableError(f"it takes a {type(leaf).__name__}")
-        result = _run_compiled(model, _Form.of(method, structure, placed), placed, place, name)
+        result = _run_compiled(model, MethodCall(model, method, structure, leaves), placed, place, name)
     except UntraceableError as error:
         warn_once(model, f"{name}: {type(model).__name__} runs operation by operation, since {error}")
-        with _inside_method():
-            result = method(model, *args, **kwargs)
+        result = _call_inside(method, model, args, kwargs)
     # Each tensor of the result raises in a backward pass. Otherwise the pass could end at the result without
     # an error, and leave gradients out.
     why = f"on JAX the {name} has no gradients"
     return pytree.tree_map_only(
         torch.Tensor, functools.partial(_without_gradient, model, leaves, why), result
     )
-
-
-def method_program(
-    model: nn.Module, method: Method, tensors: dict[str, Any], place: Place | None = None, **values: Any
-) -> tuple[Program, dict[str, Any]]:
-    """Return the program of a call that is only described, to be compiled without arrays.
-
-    The second result is what `Program.structs` takes: the shape and dtype of each of the program's inputs,
-    which are named by their positions.
-
-    Args:
-        model: the model; its weights may be on torch's "meta" device.
-        method: a function of the model and the call's arguments.
-        tensors: the arguments that are tensors, by name: (shape, JAX dtype), or a tuple of such pairs.
-        place: the devices of the program; None for JAX's default device.
-        values: other arguments of the call, by name.
-    """
-    descriptions, _ = jax.tree.flatten(tensors, is_leaf=describes_one_input)
-    # Empty tensors stand for the described ones: they only mark their positions among the leaves. They are in
-    # the same order as `descriptions`.
-    markers = jax.tree.map(lambda _: torch.empty(0), tensors, is_leaf=describes_one_input)
-    leaves, structure = pytree.tree_flatten(((), {**markers, **values}))  # (args, kwargs), as in `run_method`
-    form = _Form.of(method, structure, leaves)
-    inputs = {
-        str(position): description for position, description in zip(form.arguments, descriptions, strict=True)
-    }
-    return Program(MethodCall(model, form), place), inputs
 
 
 VALUE_ERRORS = (
@@ -279,15 +236,15 @@ VALUE_ERRORS = (
 """JAX's errors of code that needs the values of arrays while it is traced."""
 
 
-def _run_compiled(model: nn.Module, form: _Form, leaves: list[Any], place: Place, name: str) -> Any:
-    """Run the program of a form, or raise `UntraceableError`; a failed trace is not tried again.
+def _run_compiled(model: nn.Module, network: MethodCall, leaves: list[Any], place: Place, name: str) -> Any:
+    """Run the program of a call, or raise `UntraceableError`; a failed trace is not tried again.
 
     `leaves` are those of the call's arguments, with a JAX array in the place of each tensor.
     """
     programs = programs_of(model)
 
     def build(network: nn.Module) -> Program:
-        changing = form.changing_argument(programs.kinds())
+        changing = network.form.changing_argument(programs.kinds())
         if changing is not None:
             values = f"{Programs.KEPT + 1} values of its argument {changing}, each a constant of a program"
             warn_once(model, f"{name}: {type(model).__name__} was compiled for {values}: pass a tensor")
@@ -295,20 +252,16 @@ def _run_compiled(model: nn.Module, form: _Form, leaves: list[Any], place: Place
 
     # The model keeps its programs, all for the place that the model is in. `get` finds this one by the form,
     # and by the modules of `network`.
-    network = MethodCall(model, form)
-    program = programs.get(form, network, build)
-    if program.untraceable is not None:
-        raise UntraceableError(program.untraceable)
-    try:
-        inputs = {str(position): leaves[position] for position in form.arguments}
-        result, _no_cache = program.run(program.weights(network), inputs)
-        return result.tree()
-    except (UntraceableError, RandomInTraceError, *VALUE_ERRORS) as error:
-        # The next call raises this at once.
-        program.untraceable = str(error).partition("\n")[0]
-        if isinstance(error, VALUE_ERRORS):
+    program = programs.get(network.form, network, build)
+    if program.untraceable is None:
+        try:
+            result, _no_cache = program.run(program.weights(network), network.inputs(leaves))
+            return result.tree()
+        except (UntraceableError, RandomInTraceError) as error:
+            program.untraceable = str(error)  # the next call raises this at once
+        except VALUE_ERRORS:
             program.untraceable = "it reads the values of tensors, as a branch on one does"
-        raise UntraceableError(program.untraceable) from error
+    raise UntraceableError(program.untraceable)
 
 
 def _without_gradient(model: nn.Module, leaves: list[Any], why: str, tensor: torch.Tensor) -> torch.Tensor:

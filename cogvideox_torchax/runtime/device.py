@@ -88,6 +88,7 @@ def register() -> Any:
     kind.__repr__ = kind.__str__ = _shown
     kind.__new__ = staticmethod(_outside_inference(kind.__new__))
     kind.numpy = lambda self, **_: on_host(self.jax())
+    kind.tolist = lambda self: self.jax().tolist()
     _correct_tables(torchax)
     replace_functions(torchax.ops.ops_registry)
     views.share_views(kind)
@@ -106,8 +107,6 @@ def _imported_torchax() -> Any:
             import torchax.interop
             import torchax.ops.jaten
             import torchax.ops.jtorch
-            import torchax.ops.mappings
-            import torchax.ops.ops_registry
     except (ImportError, RuntimeError, AttributeError) as error:
         # AttributeError: torch has dropped an operator that torchax names.
         pair = " ".join(f"{package}=={TESTED[package].newest}" for package in ("torchax", "torch"))
@@ -186,7 +185,7 @@ def _operate(_kind: Any, func: Any, types: Any, args: Any = (), kwargs: Any = No
 def _call(_kind: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """Run a function of torch's: PyTorch makes operators of it, which have gradients."""
     options = kwargs or {}
-    environment = import_torchax().default_env()
+    environment = _ready_torchax().default_env()  # unchecked: a forked child may ask for a dtype
     with torch._C.DisableTorchFunctionSubclass():
         tensors = _tensors_in(args, options)
         if func is torch.Tensor.to and on_jax(args[0]) and views.is_there(*args, **options):
@@ -249,7 +248,11 @@ def _dispatch(torchax_dispatch: Callable[..., Any]) -> Callable[..., Any]:
     @without_jax_checks
     def dispatch(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         options = kwargs or {}
-        run = functools.partial(torchax_dispatch, self, func, types)
+
+        def run(args: Any, options: Any) -> Any:
+            check_not_forked()
+            return torchax_dispatch(self, func, types, args, options)
+
         tensors = _tensors_in(args, options)
         if not any(map(on_jax, tensors)):
             return _without_jax_tensors(func, args, options, tensors, run)
@@ -277,24 +280,27 @@ def _dispatch(torchax_dispatch: Callable[..., Any]) -> Callable[..., Any]:
 
 def _run_operator(self: Any, func: Any, args: Any, options: Any, written: list[Any], run: Any) -> Any:
     """Run an operator by torchax, by others that torchax has, or on the host."""
-    packet, name = func.overloadpacket, func.overloadpacket.__name__
-    if packet is torch.ops.aten.copy_:
+    packet, name, aten = func.overloadpacket, func.overloadpacket.__name__, torch.ops.aten
+    if packet in (aten.copy_, aten.set_):  # by `set_` `register_parametrization` keeps a weight
         return _copied(*args[:2])
     dtype = options.get("dtype")
     if dtype is not None and all(argument.name != "layout" for argument in func._schema.arguments):
         # torch casts what it sums; torchax has no such option for most sums, or does not look at it.
         rest = {option: value for option, value in options.items() if option != "dtype"}
         return _run_operator(self, func, (args[0].to(dtype), *args[1:]), rest, written, run).to(dtype)
+    is_factory = "out" in options and not any(map(on_jax, _tensors_in(args, {})))
+    if is_factory or packet is aten.resize_:  # which a factory calls for its `out`
+        return _on_host(func, args, options, written)
     with upstream.dispatching(self._dispatch_mode):  # in which an operator's parts are torchax's too
         if name.startswith("_foreach_"):  # torch computes it by one operation for each tensor
             return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **options)
-        if "out" in options and any(map(on_jax, _tensors_in(args, {}))):
-            out = options["out"]
-            result = packet(*args, **{option: value for option, value in options.items() if option != "out"})
-            _assign(out, result.to(out.dtype).jax())
-            return out
-    if "out" in options:  # a factory
-        return _on_host(func, args, options, written)
+        if "out" in options:
+            rest = {option: value for option, value in options.items() if option != "out"}
+            return _copied(options["out"], packet(*args, **rest))
+        functional = getattr(aten, name.removesuffix("_"), packet)  # `add` of `add_`
+        if functional is not packet and packet is not aten.embedding_renorm_:
+            _assign(args[0], functional(*args, **options).to(args[0].dtype).jax())  # maybe of another shape
+            return args[0]
     try:
         result = run(args, dict(options))  # which takes options out as it reads them
         returned = _returned(func)
@@ -303,21 +309,16 @@ def _run_operator(self: Any, func: Any, args: Any, options: Any, written: list[A
         if len(returned) > 1 and (isinstance(result, torch.Tensor) or len(result) != len(returned)):
             # Of `slogdet`'s four results torchax has two.
             raise import_torchax().tensor.OperatorNotFound(f"{name} with {len(returned)} results")
-        # Some functions of torchax's return what they should have written.
-        is_lost = len(written) == 1 and isinstance(result, torch.Tensor) and result is not written[0]
+        is_lost = len(written) == 1 and result is not written[0]  # of `embedding_renorm_`
         return written[0].copy_(result) if is_lost else result
     except (import_torchax().tensor.OperatorNotFound, TypeError) as error:
         form = self._ops.get(func) or self._ops.get(packet)
         if isinstance(error, TypeError) and (form is None or options.keys() <= _names_of(form.func)):
             raise  # torchax's form takes these options, so the error is the user's
-        # torchax lacks some operators that write into their input, such as `logical_and_`.
-        functional = getattr(torch.ops.aten, name.removesuffix("_"), packet)
         with upstream.dispatching(self._dispatch_mode):
             result = func.decompose(*args, **options)  # in an operator's own parts, PyTorch leaves one whole
-            if result is not NotImplemented:
-                return result
-            if functional is not packet and len(written) == 1:
-                return written[0].copy_(functional(*args, **options))
+        if result is not NotImplemented:
+            return result
         if _in_program():
             raise
         _warn_of(name)
@@ -443,11 +444,8 @@ def _in_program() -> bool:
 
 def _copied(target: Any, source: Any) -> Any:
     array = to_jax(source).jax().astype(import_torchax().ops.mappings.t2j_dtype(target.dtype))
-    # By this operator torchax also gives a tensor another shape, as `t_` does.
-    sizes = zip(reversed(source.shape), reversed(target.shape), strict=False)
-    if source.ndim <= target.ndim and all(size in (1, wanted) for size, wanted in sizes):
-        array = jnp.broadcast_to(array, target.shape)
-    _assign(target, array, source if type(source) in PLAIN and source.shape == target.shape else None)
+    known = source if type(source) in PLAIN and source.shape == target.shape else None
+    _assign(target, jnp.broadcast_to(array, target.shape), known)
     return target
 
 

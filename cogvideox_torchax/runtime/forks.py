@@ -1,4 +1,4 @@
-"""Forked children of a process that uses JAX: torchax is off in them, and a use of JAX is an error.
+"""Forked children of a process that uses JAX: they compute in PyTorch, and a use of JAX is an error.
 
 JAX computes on threads, and a fork copies none of them: a child would wait for its first result for ever.
 """
@@ -13,15 +13,12 @@ class ForkError(RuntimeError):
 
 
 def leave_jax() -> None:
-    """Turn torchax off in this forked child, if its parent had started JAX.
+    """Have `check_not_forked` raise in this forked child, if its parent had started JAX.
 
     Python calls this in each child that is forked (`os.register_at_fork` in the package's `__init__`).
     """
     global _forked
-    if upstream.jax_has_started():
-        _forked = True
-        # torchax's tensors remain. Their methods now call `check_not_forked`, which raises `ForkError`.
-        upstream.leave_torchax(check_not_forked)
+    _forked = upstream.jax_has_started()
 
 
 def check_not_forked() -> None:

@@ -29,33 +29,15 @@ def replace_functions(registry: Any) -> None:
     # The tables have, for each operation of torch, an entry whose `func` computes it.
     aten, operators = torch.ops.aten, registry.all_aten_ops
     table = operators | registry.all_torch_functions
-    of_tensors: dict[Any, Callable[..., Any]] = {
-        aten._is_all_true: torch.all,  # torch.distributions has these two
-        aten._is_any_true: torch.any,
-        aten.set_: torch.Tensor.copy_,  # by it `register_parametrization` keeps a weight
-        aten.resize_: _resized,
-        # torchax's keeps no running statistics.
-        aten.native_batch_norm: lambda *args: native_batch_norm_helper(*args, functional=False)[:3],
+    lacking: dict[Any, Callable[..., Any]] = {
+        aten._is_all_true: jnp.all,  # torch.distributions has these two
+        aten._is_any_true: jnp.any,
+        aten.view.dtype: lambda x, dtype: x.view(jnp.dtype(str(dtype).removeprefix("torch."))),
     }
-    for packet, function in of_tensors.items():
-        # torchax looks an overload up before its packet, so an entry of its own may hide the packet's.
-        for operator in (packet, *(getattr(packet, overload) for overload in packet.overloads())):
-            operators[operator] = registry.Operator(
-                operator,
-                function,
-                is_jax_function=False,
-                is_user_defined=False,
-                needs_env=False,
-                is_view_op=True,  # it may get slices by brackets, and write into them
-            )
-    operators[aten.view.dtype] = registry.Operator(  # torchax takes the dtype for a shape
-        aten.view.dtype,
-        lambda x, dtype: x.view(jnp.dtype(str(dtype).removeprefix("torch."))),
-        is_jax_function=True,
-        is_user_defined=False,
-        needs_env=False,
-        is_view_op=False,
-    )
+    for operator, function in lacking.items():
+        registry.register_torch_dispatch_op(operator, function)
+    norm = operators[aten.native_batch_norm]
+    norm.func, norm.is_jax_function = _batch_norm, False
     one_hot = registry.all_torch_functions[F.one_hot].func
     table[F.one_hot].func = lambda input, num_classes=-1: one_hot(input, num_classes)  # torch's own names
     functions = {F.scaled_dot_product_attention: _attention(table[F.scaled_dot_product_attention].func)}
@@ -70,13 +52,8 @@ def replace_functions(registry: Any) -> None:
         entry.needs_env = False  # takes no argument `env`, torchax's environment
 
 
-def _resized(tensor: Any, size: Any, **_: Any) -> Any:
-    """Return the `out` of a factory, which PyTorch gives the size that it has already."""
-    if tuple(tensor.shape) != tuple(size):
-        raise ValueError(
-            f"got resize_ to {tuple(size)} of a tensor on JAX, {tuple(tensor.shape)}: make a new tensor"
-        )
-    return tensor
+def _batch_norm(*args: Any) -> Any:
+    return native_batch_norm_helper(*args, functional=False)[:3]  # torchax's keeps no running statistics
 
 
 def _then_written(write: Callable[..., Any]) -> Callable[..., Any]:

@@ -236,27 +236,20 @@ class Program(ArrayProgram):
             for reference, array in zip(references, arrays, strict=True)
         ):
             return dict(zip(names, arrays, strict=True))
-        weights = self._placed_weights(network)
+        if not all(map(on_jax, tensors)):
+            put_weights(network)  # which makes new tensors
+        weights = dict[str, Any]()
+        for name, tensor in named_tensors(network).items():
+            array = array_of(tensor)
+            # An array that is traced, as in a user's `jax.grad`, has no devices yet.
+            weights[name] = array if is_traced(array) else self.place.weight(name, array)
+            replace_array(tensor, lambda _, name=name: weights[name])
         name_of = {id(tensor): name for name, tensor in named_tensors(network).items()}
         # The names in the order of `arrays`. A tied weight has several places there, and here one name.
         names = [name_of[id(tensor)] for tensor in Tree(network).tensors]
         if all(isinstance(array, jax.Array) and not is_traced(array) for array in weights.values()):
             self._placed = names, [weakref.ref(weights[name]) for name in names]
         return weights
-
-    def _placed_weights(self, network: nn.Module) -> dict[str, Any]:
-        """Return the arrays of a network's weights, by name, each moved to where the program takes it."""
-        named = named_tensors(network)
-        if not all(map(on_jax, named.values())):
-            put_weights(network)  # which makes new tensors
-            named = named_tensors(network)
-        for name, tensor in named.items():
-            array = array_of(tensor)
-            # An array that is traced, as in a user's `jax.grad`, has no devices yet.
-            placed = array if is_traced(array) else self.place.weight(name, array)
-            if placed is not array:
-                replace_array(tensor, lambda _, placed=placed: placed)
-        return {name: array_of(tensor) for name, tensor in named.items()}
 
     @without_jax_checks
     def put(self, inputs: Any) -> Any:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import torch
 from torch.utils._mode_utils import no_dispatch
 
+from cogvideox_torchax.runtime.forks import check_not_forked
 from cogvideox_torchax.runtime.host import (
     device_and_dtype,
     is_in_host_memory,
@@ -172,6 +173,7 @@ def share_views(tensor_class: Any) -> None:
 
 def _array_for_operation(tensor: Any) -> Any:
     """Return a tensor's array; of one that waits in the host's memory a copy on its devices."""
+    check_not_forked()
     array = vars(tensor)[ARRAY]
     return on_default_device("", array) if is_in_host_memory(array) else array
 

@@ -609,11 +609,3 @@ def test_a_forward_that_puts_in_other_modules_is_refused_by_its_name(name):
     network.forward = types.MethodType(forward, network)
     with pytest.raises(ValueError, match=f"^{name}.forward was set by {__name__}, which puts in other"):
         pipe(**small_pipelines.inputs("text", num_inference_steps=1))
-
-
-def test_a_cycle_of_modules_is_refused_by_its_name():
-    pipe = small_pipelines.one_layer()
-    pipe.transformer.norm_out.outer = nn.ModuleDict({"back": pipe.transformer})
-    with pytest.raises(ValueError, match="transformer.norm_out.outer.back is a module that contains itself"):
-        port(pipe)
-    assert not runtime.is_on_jax(pipe.text_encoder)

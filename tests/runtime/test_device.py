@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import io
 import threading
 
@@ -53,7 +54,45 @@ def written(device):
     return y
 
 
+def statistics(device):
+    """Return what norms compute, and what they keep."""
+    norm, instance = nn.BatchNorm2d(2).to(device), nn.InstanceNorm2d(2, track_running_stats=True).to(device)
+    given = LARGE.reshape(5, 2, 10, 20).to(device)
+    results = [each(given).detach() for each in (norm, instance)]
+    return torch.cat([each.flatten().float() for each in (*results, *norm.buffers(), *instance.buffers())])
+
+
+def bounded(device, rows):
+    table = torch.full((rows, 4), 3.0).to(device)
+    return torch.cat([F.embedding(torch.tensor([0]).to(device), table, max_norm=1.0), table[:1]])
+
+
+def diagonals(device):
+    y = torch.zeros(30, 40, device=device)
+    y[:, :9].fill_diagonal_(9)
+    y.mT[1:].fill_diagonal_(7)
+    return y
+
+
+def in_float32(name, device, **options):
+    """Return a sum, which in the dtype of its terms is infinite."""
+    return getattr(torch.full((70000,), 1.5).half().to(device), name)(dtype=torch.float32, **options)
+
+
+INDEX = torch.tensor([1, 0])
 FACTORIES = {
+    "an embedding of bounded norm": lambda device: bounded(device, 2),
+    "a large embedding of bounded norm": lambda device: bounded(device, 600),
+    "diagonals": diagonals,
+    "a cumsum in float32": lambda device: in_float32("cumsum", device, dim=0),
+    **{
+        f"a {name} in float32": functools.partial(in_float32, name)
+        for name in ("sum", "mean", "prod", "nansum", "norm")
+    },
+    "known indices": lambda device: F.cross_entropy(torch.eye(2).to(device), INDEX.to(device)),
+    "known indices of a copy": lambda device: (
+        torch.zeros(2).to(device).index_copy_(0, INDEX.to(device), torch.tensor([3.0, 4.0]).to(device))
+    ),
     "zeros": lambda device: torch.zeros(2, 3, device=device),
     "ones": lambda device: torch.ones(2, 3, device=device, dtype=torch.bfloat16),
     "full": lambda device: torch.full((2,), 3.5, device=device),
@@ -314,49 +353,6 @@ def test_a_function_takes_torchs_names(function, mode, monkeypatch):
             assert ours == theirs
 
 
-V = torch.linspace(0.1, 0.9, 800)
-
-
-SLICE_WRITES = {
-    "zero_": lambda y, v: y.zero_(),
-    "fill_": lambda y, v: torch.fill_(y, 3.0),
-    "fill_ with a tensor": lambda y, v: y.fill_(torch.tensor(5.0)),
-    "masked_fill_": lambda y, v: y.masked_fill_(y > 0, 2),
-    "addcmul_": lambda y, v: y.addcmul_(v, v, value=0.5),
-    "addcdiv_": lambda y, v: y.addcdiv_(v, v + 1),
-    "lerp_": lambda y, v: y.lerp_(v, 0.3),
-    "lerp_ by a tensor": lambda y, v: y.lerp_(v, v),
-    "frac_": lambda y, v: y.frac_(),
-    "sgn_": lambda y, v: y.sgn_(),
-    "xlogy_": lambda y, v: y.xlogy_(v),
-    "index_add_": lambda y, v: y.index_add_(0, torch.tensor([0, 2]).to(v.device), v[:2]),
-    "index_fill_": lambda y, v: y.index_fill_(0, torch.tensor([0, 2]).to(v.device), 9.0),
-    "index_copy_": lambda y, v: y.index_copy_(0, torch.tensor([0, 2]).to(v.device), v[:2]),
-    "silu": lambda y, v: F.silu(y, inplace=True),
-    "hardtanh": lambda y, v: F.hardtanh(y, -0.5, 0.5, inplace=True),
-    "leaky_relu": lambda y, v: F.leaky_relu(y, 0.1, inplace=True),
-    "elu": lambda y, v: F.elu(y, inplace=True),
-    "mish": lambda y, v: F.mish(y, inplace=True),
-    "foreach": lambda y, v: torch._foreach_lerp_([y], [v], 0.5),  # pyright: ignore
-    "init": lambda y, v: nn.init.constant_(y, 3),
-    "out": lambda y, v: torch.add(v, 1, out=y),
-    "twice": lambda y, v: y.view(-1)[1:][::2].zero_(),
-}
-
-
-@pytest.mark.parametrize("mode", ["nothing enabled", "torchax enabled"])
-@pytest.mark.parametrize("write", SLICE_WRITES.values(), ids=SLICE_WRITES)
-def test_a_write_into_a_slice_by_brackets_is_seen_in_the_whole(write, mode):
-    def whole(device):
-        y = torch.linspace(-2, 2, 4000).reshape(800, 5).to(device)
-        write(y[:, 2], V.to(device))
-        return y
-
-    with torchax.default_env() if mode == "torchax enabled" else contextlib.nullcontext():
-        got = whole("jax").cpu()
-    assert torch.allclose(got, whole("cpu"), atol=1e-6)
-
-
 GRADIENTS = {
     "a number": lambda y, v: y.__setitem__((slice(None), slice(1)), 0.0),
     "a tensor": lambda y, v: y.__setitem__(0, v.detach()),
@@ -383,50 +379,5 @@ def test_gradients_know_what_was_written(write, is_leaf):
             assert torch.allclose(got, want)
 
 
-@pytest.mark.parametrize("name", ["sum", "mean", "prod", "cumsum", "nansum", "norm"])
-def test_a_dtype_is_that_in_which_torch_sums(name):
-    def total(device):
-        y = torch.full((70000,), 1.5, dtype=torch.float16).to(device)
-        return getattr(y, name)(dtype=torch.float32, **({"dim": 0} if name == "cumsum" else {}))
-
-    got = total("jax")
-    assert got.dtype == torch.float32
-    assert torch.allclose(got.cpu(), total("cpu"))
-
-
 def test_running_statistics_are_kept():
-    def statistics(device):
-        norm = nn.BatchNorm2d(2).to(device)
-        instance = nn.InstanceNorm2d(2, track_running_stats=True).to(device)
-        given = LARGE.reshape(5, 2, 10, 20).to(device)
-        results = [norm(given), instance(given)]
-        return [tensor.detach().cpu() for tensor in (*results, *norm.buffers(), *instance.buffers())]
-
-    for got, want in zip(statistics("jax"), statistics("cpu"), strict=True):
-        assert torch.allclose(got.float(), want.float(), atol=1e-5)
-
-
-@pytest.mark.parametrize("rows", [2, 600])
-def test_an_embedding_of_bounded_norm_is_written(rows):
-    table = torch.full((rows, 4), 3.0).to("jax")
-    found = F.embedding(torch.tensor([0]).to("jax"), table, max_norm=1.0)
-    assert table[0].tolist() == found[0].tolist() == pytest.approx([0.5] * 4)
-
-
-def test_a_diagonal_is_filled_where_torch_has_it():
-    def filled(device):
-        y = torch.zeros(30, 40, device=device)
-        y[:, :9].fill_diagonal_(9)
-        y.mT[1:].fill_diagonal_(7)
-        return y.tolist()
-
-    assert filled("jax") == filled("cpu")
-
-
-def test_indices_that_the_host_knows_are_long():
-    index = torch.tensor([1, 0]).to("jax")
-    assert F.cross_entropy(torch.eye(2).to("jax"), index).item() == pytest.approx(1.31326, rel=1e-4)
-    assert torch.zeros(2).to("jax").index_copy_(0, index, torch.tensor([3.0, 4.0]).to("jax")).tolist() == [
-        4,
-        3,
-    ]
+    assert torch.allclose(statistics("jax").cpu(), statistics("cpu"), atol=1e-5)

@@ -262,6 +262,34 @@ def masked(x):
     y[y > 0] = 0.0
 
 
+V = torch.linspace(0.1, 0.9, 8).view(2, 4)
+SLICE_WRITES = {
+    "zero_": lambda y, v: y.zero_(),
+    "fill_": lambda y, v: torch.fill_(y, 3.0),
+    "fill_ with a tensor": lambda y, v: y.fill_(torch.tensor(5.0)),
+    "masked_fill_": lambda y, v: y.masked_fill_(y > 0, 2),
+    "addcmul_": lambda y, v: y.addcmul_(v, v, value=0.5),
+    "addcdiv_": lambda y, v: y.addcdiv_(v, v + 1),
+    "lerp_": lambda y, v: y.lerp_(v, 0.3),
+    "lerp_ by a tensor": lambda y, v: y.lerp_(v, v),
+    "frac_": lambda y, v: y.frac_(),
+    "sgn_": lambda y, v: y.sgn_(),
+    "xlogy_": lambda y, v: y.xlogy_(v),
+    "index_add_": lambda y, v: y.index_add_(0, torch.tensor([0]).to(v.device), v[:1]),
+    "index_fill_": lambda y, v: y.index_fill_(0, torch.tensor([0]).to(v.device), 9.0),
+    "index_copy_": lambda y, v: y.index_copy_(0, torch.tensor([0]).to(v.device), v[:1]),
+    "silu": lambda y, v: F.silu(y, inplace=True),
+    "hardtanh": lambda y, v: F.hardtanh(y, -0.5, 0.5, inplace=True),
+    "leaky_relu": lambda y, v: F.leaky_relu(y, 0.1, inplace=True),
+    "elu": lambda y, v: F.elu(y, inplace=True),
+    "mish": lambda y, v: F.mish(y, inplace=True),
+    "foreach": lambda y, v: torch._foreach_lerp_([y], [v], 0.5),  # pyright: ignore
+    "init": lambda y, v: torch.nn.init.constant_(y, 3),
+    "out": lambda y, v: torch.add(v, 1, out=y),
+    "twice": lambda y, v: y[1:][:, ::2].zero_(),
+}
+
+
 WRITES = {
     "a slice of a transpose": times_in_place,
     "an item of a view": set_item,
@@ -299,18 +327,34 @@ def in_a_program(function, x):
     return runtime.tensor_of(program(runtime.array_of(x)))
 
 
-@pytest.mark.parametrize("run", [lambda function, x: function(x), in_a_program], ids=["eager", "traced"])
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_a_write_through_a_view_is_seen_as_in_pytorch(write, run):
+def written_both(write, run):
+    """Return a tensor after a write, with two views that were made before it: on JAX, and in PyTorch."""
+
     def written(x):
-        """Return a tensor after the write, with two views that were made before it."""
         views = x.view(2, -1), x.transpose(0, 1)[1:]
         write(x)
         return torch.cat([x.reshape(-1), *(view.reshape(-1) for view in views)])
 
     x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
-    expected = written(x.clone())
-    assert torch.equal(runtime.to_torch(run(written, runtime.to_jax(x))), expected)
+    return runtime.to_torch(run(written, runtime.to_jax(x))), written(x.clone())
+
+
+RUNS = pytest.mark.parametrize(
+    "run", [lambda function, x: function(x), in_a_program], ids=["eager", "traced"]
+)
+
+
+@RUNS
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_through_a_view_is_seen_as_in_pytorch(write, run):
+    assert torch.equal(*written_both(write, run))
+
+
+@RUNS
+@pytest.mark.parametrize("write", SLICE_WRITES.values(), ids=SLICE_WRITES)
+def test_a_write_into_a_slice_by_brackets_is_seen_in_the_whole(write, run):
+    pair = written_both(lambda x: write(x[:, :, 2], V.to(x.device)), run)
+    assert torch.allclose(*pair, atol=1e-6)
 
 
 @pytest.mark.parametrize("on", ["cpu", "jax"])
