@@ -174,7 +174,7 @@ def _check(name: str, model: Any, mesh: Any, parallel: Parallel | None) -> None:
     if takes_bits:
         check_bits(name, model)
     elif upstream.is_cast(model):
-        raise ValueError(CAST)
+        raise ValueError(CAST % type(model).__name__)
 
 
 def _models(pipe: Any) -> dict[str, nn.Module]:
@@ -205,8 +205,8 @@ def _is_known(model: Any) -> bool:
 
 
 CAST = (
-    "the weights of a model are cast layer by layer, which works on JAX only where it is enabled before "
-    "port, for a transformer and a text encoder: load the pipeline again"
+    "the weights of a %s are cast layer by layer, which works on JAX only where it is enabled before port, "
+    "for a transformer and a text encoder: load the pipeline again"
 )
 """The error for a model with diffusers' hooks that cast its weights during a call."""
 
@@ -267,7 +267,7 @@ class PortedPipeline(CopiesWithoutPrograms, DiffusionPipeline):
                 )
             if runtime.is_on_jax(model):
                 if upstream.is_cast(model):
-                    raise ValueError(CAST)
+                    raise ValueError(CAST % type(model).__name__)
                 if upstream.is_offloaded(model):
                     raise ValueError(
                         f"the weights of the pipeline's {name} were offloaded after port: call "

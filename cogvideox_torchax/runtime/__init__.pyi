@@ -38,8 +38,6 @@ from cogvideox_torchax.runtime.forks import (
     check_not_forked as check_not_forked,
 )
 from cogvideox_torchax.runtime.gradients import (
-    differentiable as differentiable,
-    rematerialized as rematerialized,
     wants_gradient as wants_gradient,
     without_gradient as without_gradient,
 )

@@ -106,9 +106,3 @@ def all_finite(tensor: torch.Tensor) -> Any:
     The result is one bool on the tensor's device, which may still be computing; Python's `bool` waits for it.
     """
     return arrays.all_finite_of(array_of(tensor)) if on_jax(tensor) else torch.isfinite(tensor).all()
-
-
-def take(x: torch.Tensor, axis: int, start: int, length: int) -> torch.Tensor:
-    """Return the `length` entries of an axis from `start` on, by one program for all starts."""
-    taken = arrays.take(array_of(x) if on_jax(x) else x, axis, start, length)
-    return tensor_of(taken) if on_jax(x) else taken

@@ -298,7 +298,8 @@ def _run_operator(self: Any, func: Any, args: Any, options: Any, written: list[A
             rest = {option: value for option, value in options.items() if option != "out"}
             return _copied(options["out"], packet(*args, **rest))
         functional = getattr(aten, name.removesuffix("_"), packet)  # `add` of `add_`
-        if functional is not packet and packet is not aten.embedding_renorm_:
+        is_in_place = functional is not packet and len(written) == 1 and written[0] is args[0]
+        if is_in_place and packet is not aten.embedding_renorm_:
             _assign(args[0], functional(*args, **options).to(args[0].dtype).jax())  # maybe of another shape
             return args[0]
     try:

@@ -28,6 +28,7 @@ from cogvideox_torchax.vae.chunks import Step, run
 from cogvideox_torchax.vae.directions import NCTHW, Direction
 from cogvideox_torchax.vae.placement import Placement, VideoPlacement
 from cogvideox_torchax.vae.streaming import ChunkedVAE
+from cogvideox_torchax.vae.torchax import gradients
 from cogvideox_torchax.vae.torchax.modules import port_modules
 from cogvideox_torchax.vae.torchax.networks import ChunkNetwork, chunk_network
 
@@ -149,7 +150,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE):
             return forward_pass()
         program = self._program_of(network)
         lengths = [len(chunk) for chunk in direction.chunks(self, x.shape[2])]
-        return runtime.differentiable(
+        return gradients.differentiable(
             functools.partial(program.run_video, lengths=lengths),
             network,
             program.weights(network),
@@ -161,7 +162,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE):
 
     @functools.wraps(DiffusersAutoencoder.enable_gradient_checkpointing)
     def enable_gradient_checkpointing(self, gradient_checkpointing_func: Any = None) -> None:
-        super().enable_gradient_checkpointing(gradient_checkpointing_func or runtime.rematerialized)
+        super().enable_gradient_checkpointing(gradient_checkpointing_func or gradients.rematerialized)
 
     def program(self, direction: Direction, as_uint8: bool = False) -> Any:
         """Return a direction's chunk program.
@@ -257,7 +258,7 @@ def port_vae(vae: Any, mesh: Mesh | None = None) -> Any:
         # replaces it, which also takes tensors on JAX.
         for module in vae.modules():
             if getattr(module, "gradient_checkpointing", False):
-                module._gradient_checkpointing_func = runtime.rematerialized  # pyright: ignore
+                module._gradient_checkpointing_func = gradients.rematerialized  # pyright: ignore
     port_modules(vae)
     if mesh is not None:
         vae.place_on(mesh)
