@@ -166,6 +166,15 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
             upstream.put_hooks(self, vars(self).pop("step_cache").hooks)
         return moved
 
+    def _name_idle_devices(self, videos: int) -> None:
+        """Log a line, once, if the devices along "dp" do the same work for a batch of so many videos."""
+        dp = 1 if self.mesh is None else self.mesh.shape["dp"]
+        is_split = dp == 1 or self.placement.batch_axis(videos) or "dp" in self.placement.token_axes(videos)
+        if not is_split:
+            words = f"the dp={dp} groups of devices do the same work, as they share a batch of {videos}"
+            advice = f"without guidance pass mesh=make_mesh(dp=1, tp={self.placement.mesh.size})"
+            runtime.warn_once(self, f"{self.component}: {words}; {advice}")
+
     @functools.wraps(DiffusersTransformer.forward)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # A forward that somebody has put into diffusers' class may take other arguments than `_step`.
@@ -200,6 +209,7 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
             raise ValueError(f'got inputs on {inputs} for weights {weights}: move both .to("jax")')
         if not inputs_on_jax:
             return super().forward(hidden_states, encoder_hidden_states, timestep, **options)
+        self._name_idle_devices(len(hidden_states))
         frames, _channels, height, width = hidden_states.shape[1:]
         patch_embed: Any = self.patch_embed
         # The program's inputs, by name; those that are None are left out.
