@@ -14,9 +14,13 @@ import pytest
 
 from tests.docs.blocks import PAGES, blocks
 from tests.processes import ROOT
-from tests.test_architecture import PACKAGES, public_names
+from tests.test_architecture import PACKAGES
 
-PUBLIC = [f"{package}.{name}" for package, name in public_names()]
+PUBLIC = [
+    f"{package}.{name}"
+    for package in (*PACKAGES, "cogvideox_torchax.flax")
+    for name in importlib.import_module(package).__all__
+]
 PAGE_OF = {
     package: (ROOT / f"docs/reference/{package.removeprefix('cogvideox_torchax.')}.md").read_text()
     for package in (*PACKAGES, "cogvideox_torchax.flax")

@@ -104,14 +104,21 @@ def test_what_does_not_fit_or_is_wrong_is_said_and_shows_no_time_and_no_ratio():
     assert "torchax/flax" not in text
 
 
-def test_a_report_ends_with_torchax_beside_flax():
-    slow = GOOD | {"whole": TIMES | spread([4.0])}
-    text = report.markdown(made_up(("torchax", GOOD), ("flax", slow)))
-    assert text.endswith("\n\n- decode of tiny, 9 x 16 x 24: torchax/flax 0.50 (2e+03 ms / 4e+03 ms)\n")
+SLOW = GOOD | {"whole": TIMES | spread([4.0])}
+FIELDS = {"commit": "a" * 40 + "+", "switched_off": {"group_norm": "wrong: 0.3"}}
 
 
-def test_a_report_names_its_commit_and_kernels_that_are_off():
-    off = {"group_norm": "wrong: 0.3"}
-    text = report.markdown(made_up(("torchax", GOOD), commit="a" * 40 + "+", switched_off=off))
-    assert f"commit {'a' * 12}+, " in text
-    assert "\nKernel of group_norm switched off: wrong: 0.3.\n" in text
+@pytest.mark.parametrize(
+    ("results", "fields", "words"),
+    [
+        (
+            [("torchax", GOOD), ("flax", SLOW)],
+            {},
+            "\n\n- decode of tiny, 9 x 16 x 24: torchax/flax 0.50 (2e+03 ms / 4e+03 ms)\n",
+        ),
+        ([("torchax", GOOD)], FIELDS, f"commit {'a' * 12}+, "),
+        ([("torchax", GOOD)], FIELDS, "\nKernel of group_norm switched off: wrong: 0.3.\n"),
+    ],
+)
+def test_a_report_has_torchax_beside_flax_its_commit_and_kernels_that_are_off(results, fields, words):
+    assert words in report.markdown(made_up(*results, **fields))

@@ -53,7 +53,6 @@ def port_and_run(pipe: CogVideoXPipeline, video: torch.Tensor) -> None:
     assert_type(check_size(model, *model.size), None)
     vae = AutoencoderKLCogVideoX.from_pretrained("a-directory", dtype=torch.bfloat16)
     assert_type(vae, AutoencoderKLCogVideoX)
-    assert_type(port(vae), AutoencoderKLCogVideoX)
     vae.place_on(mesh)
     assert_type(vae.encode_stream(video), Iterator[DiagonalGaussianDistribution])
     assert_type(vae.decode_stream(video, output_dtype=torch.uint8), Iterator[torch.Tensor])
@@ -70,9 +69,7 @@ def data_set(vae: AutoencoderKLCogVideoX, data: bytes) -> None:
 
 
 def flax_build(video: jax.Array, directory: str) -> None:
-    config = FlaxAutoencoderKLCogVideoXConfig()
     assert_type(FlaxAutoencoderKLCogVideoXConfig.from_dict({}), FlaxAutoencoderKLCogVideoXConfig)
-    assert_type(config.to_dict(), dict[str, Any])
     flax_vae = FlaxAutoencoderKLCogVideoX.from_pretrained(directory)
     assert_type(flax_vae, FlaxAutoencoderKLCogVideoX)
     flax_vae.tiles = TileSettings(latent_height=30, latent_width=45)

@@ -68,12 +68,11 @@ def test_its_kernel_compiles_and_copies_no_activation(name, topology):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.slow_cases(but=["*v6e*"])
 def test_mosaic_compiles_it_for_tokens_in_eight_bits(transposed, topology):
-    def run(*operands):
-        *arrays, scale = operands
+    def run(scale, *arrays):
         return gated_linear(*arrays, scale=scale, dynamic=True, transposed=transposed)
 
     x, weight = struct(2, 256, 10240) if transposed else ROWS, struct(256, 256, dtype=jnp.int8)
-    structs = x, weight, struct(256), ROWS, KINDS, FIRST, struct(256, dtype=jnp.float32)
+    structs = struct(256, dtype=jnp.float32), x, weight, struct(256), ROWS, KINDS, FIRST
     found = compiled_for(topology, run, *structs)
     assert ("%quantize" in found.as_text()) != transposed
     assert found.memory_analysis().temp_size_in_bytes < 2**24  # tokens in int8, and a tile for each scale
