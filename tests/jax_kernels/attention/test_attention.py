@@ -202,7 +202,7 @@ def test_cudnn_gets_even_lengths_alone(queries, keys, num_keys, monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", in_place_of_cudnn)
     operands = inputs(queries, keys=keys)
     (y, pull), (want, pull_plain) = (
-        jax.vjp(functools.partial(form, scale=0.3, num_keys=num_keys), *operands)
+        jax.vjp(jax.jit(functools.partial(form, scale=0.3, num_keys=num_keys)), *operands)
         for form in (xla.cudnn, reference.attention)
     )
     for got, wanted in zip((y, *pull(want)), (want, *pull_plain(want)), strict=True):
