@@ -10,6 +10,7 @@ from collections import Counter
 from fnmatch import fnmatchcase
 from importlib.metadata import version
 
+import jaxtyping
 import pytest
 from packaging.version import Version
 
@@ -42,6 +43,9 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     # XLA of a later jaxlib, or of a later libtpu, refuses the flag: it ends the process.
     if Version(version("jaxlib")).release < (0, 11) and Version(version("libtpu")).release < (0, 0, 43):
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+
+# Annotated shapes are checked: before another conftest.py imports a kernel.
+jaxtyping.install_import_hook("jax_kernels", "beartype.beartype")
 
 SLOW_WEIGHT = 20
 """Work of a slow test, counted in quick ones."""

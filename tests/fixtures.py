@@ -9,13 +9,10 @@ import os
 from pathlib import Path
 
 import jax
-import jaxtyping
 import pytest
 import torch
 import torchax
 from jax.experimental.compilation_cache import compilation_cache
-
-jaxtyping.install_import_hook("jax_kernels", "beartype.beartype")  # annotated shapes are checked
 
 from cogvideox_torchax import cli, make_mesh, port
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
