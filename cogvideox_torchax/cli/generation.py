@@ -41,7 +41,7 @@ from cogvideox_torchax.versions import TESTED, versions
 LORA_FILE = "pytorch_lora_weights.safetensors"
 """The name under which diffusers saves a LoRA."""
 FORMAT, KEY = "cogvideox-torchax-video/1", "request"
-"""The format of a record, and the key, there and in the metadata of a stage's file, of what it depends on."""
+"""The format of a record, and the key, there and in a stage's file under `about`, of what it depends on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,8 +233,8 @@ def _request_in(file: Path) -> Any:
     try:
         if file.suffix == ".json":
             return reports.load(file, FORMAT)[KEY]
-        return reports.parse(tensors.metadata(file, ValueError)[KEY])
-    except (KeyError, ValueError) as error:
+        return reports.parse(tensors.metadata(file, ValueError)[latent_files.KEY])["about"][KEY]
+    except (KeyError, TypeError, ValueError) as error:
         raise whole.OutputError(f"{file} is broken, or not of this command: move it away") from error
 
 
@@ -384,16 +384,17 @@ class Generator:
                 self._save(request, Stage.TEXT, text, {})
                 return
             latents = self._sample(request, text)
-            self._save(request, Stage.LATENTS, latents.tensors, latents.metadata())
+            self._save(request, Stage.LATENTS, latents.tensors, latents.fields)
         if self.until == Stage.VIDEO:
             self._decode(request, latents)
 
     def _save(
-        self, request: Request, stage: Stage, content: dict[str, torch.Tensor], metadata: dict[str, str]
+        self, request: Request, stage: Stage, content: dict[str, torch.Tensor], fields: dict[str, Any]
     ) -> None:
+        """Write a stage's file, in the form of latent files: so one of latents is one."""
         if self._group.is_first:
-            depends_on = {KEY: json.dumps(self.depends_on(request, stage))}
-            tensors.save(content, request.file(stage), metadata | depends_on)
+            fields = fields | {"about": {KEY: self.depends_on(request, stage)}}
+            tensors.save(content, request.file(stage), {latent_files.KEY: json.dumps(fields, sort_keys=True)})
 
     def _encode(self, request: Request) -> dict[str, torch.Tensor]:
         """Return the embeddings (1, tokens, channels) of the prompts by the pipeline's argument names.

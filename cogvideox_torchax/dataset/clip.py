@@ -398,15 +398,11 @@ class EncodeClip(_ClipUnit):
 
         Raises:
             VideoError, ClipError: the clip cannot be read, or not in the size that is wanted; or the config
-                has windows, whose latents `windows` returns.
+                has windows, whose latents `encode_all` returns.
         """
         if self.config.windows:
-            raise ClipError("a clip gives several latents: call `windows` for them")
+            raise ClipError("a clip gives several latents: call `encode_all(read(clip))` for them")
         return self.encode(self.read(clip))
-
-    def windows(self, clip: Clip) -> Iterator[Latents]:
-        """Yield the latents of each of a clip's windows; without windows in the config, those of the clip."""
-        return self.encode_all(self.read(clip))
 
     def encode_all(self, part: ClipPart) -> Iterator[Latents]:
         """Yield the latents of a clip that `read` has returned: of each window, if the config has windows."""

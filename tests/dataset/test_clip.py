@@ -114,12 +114,12 @@ def test_windows_are_the_frames_in_order_and_each_has_a_sample_of_its_own(small,
         monkeypatch.setattr("cogvideox_torchax.dataset.clip.AHEAD_BYTES", ahead)
         windows = list(unit.read(Clip("long", path)).windows())
         assert torch.equal(torch.cat([window.frames for window in windows], dim=2), read_all(path, count=18))
-    one, two = unit.windows(Clip("long", path))
+    one, two = unit.encode_all(unit.read(Clip("long", path)))
     assert (one.about["id"], two.about["id"], two.about["first_frame"]) == ("long/00000", "long/00001", 9)
     assert (two.num_frames, two.about["dropped_frames"]) == (9, 5)
     noise = [(z.sample - z.tensor) / torch.exp(0.5 * z.logvar) for z in (one, two)]
     assert not torch.allclose(noise[0], noise[1])
-    with pytest.raises(ClipError, match="call `windows`"):
+    with pytest.raises(ClipError, match="call `encode_all"):
         unit(Clip("long", path))
     with pytest.raises(ClipError, match="windows of no length"):
         replace(small.config, windows=True)
