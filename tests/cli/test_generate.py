@@ -13,7 +13,7 @@ from diffusers import CogVideoXDPMScheduler
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from cogvideox_torchax import cli, port
+from cogvideox_torchax import cli, make_mesh, port
 from cogvideox_torchax.cli import common, devices, generation, prompts
 from cogvideox_torchax.files import latents
 from cogvideox_torchax.pipelines import description, loading
@@ -133,6 +133,7 @@ def test_without_guidance_all_devices_share_one_pass(models, more, mesh, monkeyp
     monkeypatch.setattr(devices, "local_mesh", found)
     assert generate(models("text"), *more) == 1
     assert found.call_args.args == (*mesh, 8)
+    assert make_mesh(heads=30).shape == {"dp": 1, "tp": 6}, "as many devices as divide them"
 
 
 @pytest.mark.slow

@@ -188,12 +188,14 @@ def test_tiles_of_one_clip_are_put_back_before_the_next_and_written_down(small, 
     with reference.tiled(unit.vae, tile_sample_min_height=8, tile_sample_min_width=12):
         wanted = unit.vae.encode(read_all(small.clips / "a.mp4") / 127.5 - 1).latent_dist.mode()
     assert relative_error(latents.tensor, wanted) < FLOAT32_RELATIVE
-    decoder = DecodeClip(small.config)
+    say = Mock()
+    decoder = DecodeClip(small.config, say)
     whole = decoder(latents)
     # Out of memory once: then come the tiles, and then the next clip.
     ends = [RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), DEFAULT, DEFAULT]
     monkeypatch.setattr(decoder.vae, "decode_stream", Mock(wraps=decoder.vae.decode_stream, side_effect=ends))
     assert not torch.equal(decoder(latents), whole)
+    say.assert_called_once_with("out of memory after 0 chunks: going on in tiles of 8 x 12 pixels")
     assert torch.equal(decoder(latents), whole)
 
 

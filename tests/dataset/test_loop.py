@@ -34,6 +34,14 @@ def test_reading_and_writing_overlap_with_computing():
     assert [step.job for step in steps] == kept == list(range(5))
 
 
+def test_an_error_of_a_write_ends_the_loop():
+    computed = []
+    write = Mock(side_effect=OSError("the disk is full"))
+    with pytest.raises(OSError, match="full"):
+        list(loop.work(range(5), lambda job: job, computed.append, write, Mock()))
+    assert len(computed) < 5
+
+
 def test_the_frames_of_a_clip_are_freed_once_they_are_encoded():
     class Frames:
         """What a clip's reader returns; a weak reference tells whether anyone still has it."""
