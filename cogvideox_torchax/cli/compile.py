@@ -4,6 +4,7 @@ import argparse
 import collections
 import contextlib
 import functools
+import itertools
 import sys
 import tempfile
 from pathlib import Path
@@ -33,14 +34,13 @@ def run(args: argparse.Namespace) -> None:
         vae = common.load_vae(args.model, args.backend, args.dtype, devices.mesh_of(args))
         works = {each: functools.partial(_run_every_program, vae, each) for each in (DECODE, ENCODE)}
     programs = []
-    for size in args.sizes:
+    for size, (kind, work) in itertools.product(args.sizes, works.items()):
         size_text = "x".join(map(str, size))
-        for kind, work in works.items():
-            common.say(f"{kind} {size_text}")
-            clock = CompileClock()
-            work(*size)
-            # `clock.seconds` leaves out the time of running.
-            programs.append({"kind": kind, "size": size_text, "compile_s": clock.seconds})
+        common.say(f"{kind} {size_text}")
+        clock = CompileClock()
+        work(*size)
+        # `clock.seconds` leaves out the time of running.
+        programs.append({"kind": kind, "size": size_text, "compile_s": clock.seconds})
     report = {"device": common.device_name(args.backend), "compile_cache": cache}
     # The printed table has a row for each program; the JSON has a list of them.
     rows = {f"{each['kind']} {each['size']}, s": each["compile_s"] for each in programs}

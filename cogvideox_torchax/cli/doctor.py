@@ -31,13 +31,15 @@ def run(args: argparse.Namespace) -> int:
     # Each package's version, or a word in its place.
     core = {name: installed(name) or "missing" for name in CORE}
     optional = {name: installed(name) or "not installed" for name in OPTIONAL}
-    advice = [f"{name} is missing: {INSTALL} ." for name in CORE if core[name] == "missing"]
-    advice += [
-        f"optional, for {purpose}: {name}; {INSTALL} '.[{extra}]'"
-        for name, (extra, purpose) in OPTIONAL.items()
-        if optional[name] == "not installed"
+    advice = [
+        *(f"{name} is missing: {INSTALL} ." for name in CORE if core[name] == "missing"),
+        *(
+            f"optional, for {purpose}: {name}; {INSTALL} '.[{extra}]'"
+            for name, (extra, purpose) in OPTIONAL.items()
+            if optional[name] == "not installed"
+        ),
+        *untested(),  # a line for each package whose version the tests have not passed with
     ]
-    advice += untested()  # a line for each package whose version the tests have not passed with
     report: dict[str, Any] = {"python": platform.python_version(), **core, **optional, "torchax works": "yes"}
     try:
         from cogvideox_torchax.runtime.device import import_torchax  # it imports JAX

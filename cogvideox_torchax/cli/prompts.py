@@ -81,7 +81,12 @@ class PromptDirectory(OutputDirectory):
                 self.bad[f"line {number}"] = str(error)
                 continue
             for (video_id, request), made in zip(requests.items(), stages, strict=True):
-                self._add(video_id, request, made)
+                if made >= generate.until:
+                    is_whole = made == Stage.VIDEO
+                    self.add(video_id, Path(request.output) if is_whole else request.file(made), request)
+                else:  # perhaps there is a video of another request: this one's replaces it
+                    self.missing[video_id] = request
+                    self._begun = min(self._begun, made)
         settings = {**asdict(generate.request), **generate.settings}
         for name in ("prompt", "image", "video", "output"):  # which are in each video's record
             del settings[name]
@@ -96,7 +101,7 @@ class PromptDirectory(OutputDirectory):
         own["seed"] = own.get("seed", defaults.seed + SEEDS * (number - 1)) + copy
         check_id(video_id)
         request = replace(defaults, **own, output=str(self.directory / f"{video_id}.mp4"))
-        is_there, owner = Path(request.output).exists(), self._line_of[video_id]
+        owner = self._line_of[video_id]
         faults.refuse(
             (
                 owner != number,
@@ -109,23 +114,13 @@ class PromptDirectory(OutputDirectory):
                 "them out",
             ),
             (
-                is_there and self._settings.exists() and not request.file(Stage.VIDEO).exists(),
+                Path(request.output).exists() and not request.file(Stage.VIDEO).exists(),
                 f"{request.output} has no record, so this command has not made it: move it away",
             ),
             error=ClipError,
         )
         check(request, self._generate.model)
         return request
-
-    def _add(self, video_id: str, request: Request, made: Stage) -> None:
-        """Count a video as done, bad or missing; see `OutputDirectory.add`."""
-        done, path = made >= self._generate.until, Path(request.output)
-        if not done and path.exists() and self._settings.exists():
-            self.missing[video_id] = request  # of another request: this one's replaces it
-        else:
-            self.add(video_id, request.file(made) if done and made < Stage.VIDEO else path, request)
-        if video_id in self.missing:
-            self._begun = min(self._begun, made)
 
     def work(self) -> Iterator[loop.Step]:
         """Generate the missing videos, here or by actors on Ray; yield the outcome of each."""

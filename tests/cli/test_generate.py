@@ -619,7 +619,6 @@ def test_the_stages_of_many_prompts_are_gone_on_from(models, steps):
     assert len(list(Path("out").glob("*.mp4"))) == 2
 
 
-@pytest.mark.usefixtures("nothing_made")
 def test_a_line_is_taken_as_pandas_writes_it_and_comments_are_no_prompts(models):
     lines = [
         *("# a", " // b", ";c"),
@@ -628,7 +627,7 @@ def test_a_line_is_taken_as_pandas_writes_it_and_comments_are_no_prompts(models)
         '{"prompt": "c", "num_inference_steps": 4}',
     ]
     Path("prompts.JSONL").write_text("\n".join(lines))
-    with patch.object(prompts.PromptDirectory, "add", autospec=True) as add:
+    with patch.object(prompts.PromptDirectory, "work", autospec=True, return_value=iter(())) as work:
         assert cli.main(many(models("text"), "--prompts", "prompts.JSONL")) == 0
-    made = [call.args[3] for call in add.call_args_list]
+    made = work.call_args.args[0].missing.values()
     assert [(each.seed, each.num_inference_steps) for each in made] == [(42, 2), (4000, 3), (5000, 4)]
