@@ -80,10 +80,6 @@ class Latents:
             "about": self.about,
         }
 
-    def metadata(self) -> dict[str, str]:
-        """Return the metadata of a latent file: `fields` as JSON under `KEY`."""
-        return {KEY: json.dumps(self.fields, sort_keys=True)}
-
     def check_model(self, config: dict[str, Any]) -> None:
         """Raise `LatentsError` unless a VAE of this config can decode these latents."""
         for name in SHAPING_FIELDS:
@@ -101,7 +97,7 @@ class Latents:
 
 def save(latents: Latents, path: str | Path) -> None:
     """Write a latent file, whole or not at all; equal latents make equal bytes."""
-    tensors.save(latents.tensors, path, latents.metadata())
+    tensors.save(latents.tensors, path, {KEY: json.dumps(latents.fields, sort_keys=True)})
 
 
 def load(source: str | Path | bytes) -> Latents:

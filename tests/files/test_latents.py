@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("torchax_off")
 
 CONFIG = {"scaling_factor": 0.7, "shift_factor": None, "invert_scale_latents": False, "latent_channels": 16}
 MADE = latents.Latents(torch.zeros(1, 16, 2, 3, 5), CONFIG, "vae", Fraction(30000, 1001), 8)
-FIELDS = json.loads(MADE.metadata()[latents.KEY])
+FIELDS = MADE.fields
 
 
 def with_field(name, value):
