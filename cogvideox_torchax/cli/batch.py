@@ -58,8 +58,6 @@ def decode(args: argparse.Namespace) -> int:
     with devices.share_of_this_process(args) as share:
         directory = VideoDirectory(args.output, files, args.fps, share)
         with directory.locked():
-            for name, reason in directory.bad.items():
-                common.say(f"bad: {name}: {reason}")
             config, model_sha256, steps = common.config_of(args, model=args.model or ""), "", iter(())
             if directory.missing:
                 # One clip is checked before the loop begins: latents of another model end the command, and do
@@ -85,6 +83,8 @@ def run_loop(
     unit: str = "clip",
 ) -> dict[str, Any]:
     """Take the steps of a loop over units under a progress bar; print each bad one; return the report."""
+    for name, reason in directory.bad.items():  # those that were bad before any work
+        common.say(f"bad: {name}: {reason}")
     clock = common.announcing_clock(args)
     # A unit is computed when its step is taken. `count` is of units that did not fail.
     count = 0

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.cli import batch, common, devices
+from cogvideox_torchax.cli import batch, devices
 from cogvideox_torchax.cli.commands import SEEDS
 from cogvideox_torchax.cli.generation import Generator, Request, Stage, check
 from cogvideox_torchax.dataset import loop, sources
@@ -48,8 +48,6 @@ def run(args: argparse.Namespace, generate: Generator, lines: list[Line]) -> int
         with directory.locked():
             steps = directory.work() if directory.missing else iter(())
             report = batch.run_loop(args, steps, directory, unit="video")
-    for name, reason in directory.bad.items():
-        common.say(f"bad: {name}: {reason}")
     return batch.print_report(args, report, directory, "video")
 
 

@@ -491,7 +491,7 @@ BAD_LINES = {
 }
 
 
-def test_a_bad_line_is_told_with_its_number_at_the_end_and_the_others_are_made(models, capsys):
+def test_a_bad_line_is_told_with_its_number_and_the_others_are_made(models, capsys):
     Path("prompts.jsonl").write_text("\n".join((LINES[0], *(line for line, _ in BAD_LINES.values()))))
     Path("out").mkdir()
     again = ("--num-videos-per-prompt", 2)
@@ -519,7 +519,8 @@ def test_a_prompt_that_fails_leaves_the_others_and_is_tried_again(models, capsys
 
     with patch.object(generation.Generator, "_encode", fail):
         assert cli.main(command) == 1
-    assert "bad: 00001: line 1: step 1 gave NaN\n" in capsys.readouterr().err
+    assert "bad video 00001: step 1 gave NaN\n" in capsys.readouterr().err
+    assert json.loads(Path("out/failed-prompts.jsonl").read_text())["error"] == "line 1: step 1 gave NaN"
     assert [path.name for path in Path("out").glob("*.text.safetensors")] == ["00003.text.safetensors"]
     assert cli.main(command) == 0
     assert len(list(Path("out").glob("*.text.safetensors"))) == 2
