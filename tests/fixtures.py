@@ -78,8 +78,7 @@ def saved(tmp_path_factory):
     def directory_of(kind="text", version="5b", scheduler=None):
         path = tmp_path_factory.mktemp("saved")
         parts = {} if scheduler is None else {"scheduler": small_pipelines.scheduler(scheduler)}
-        pipe = small_pipelines.one_layer(kind, version, **parts)
-        pipe.save_pretrained(path)
+        small_pipelines.one_layer(kind, version, **parts).save_pretrained(path)
         return str(path)
 
     return directory_of

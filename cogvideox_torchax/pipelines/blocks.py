@@ -289,8 +289,9 @@ def projections(attn: Any, normed_SC: torch.Tensor, sequence: Sequence) -> Itera
 def modulation(norm: Any, temb_NE: torch.Tensor) -> list[torch.Tensor]:
     """Return the shift, scale and gate, (N, 2, C) each, that a norm computes from an embedded timestep."""
     shift, scale, gate, text_shift, text_scale, text_gate = norm.linear(norm.silu(temb_NE)).chunk(6, dim=1)
-    pairs = (text_shift, shift), (text_scale, scale), (text_gate, gate)
-    return [torch.stack(pair, dim=1) for pair in pairs]
+    return [
+        torch.stack(pair, dim=1) for pair in ((text_shift, shift), (text_scale, scale), (text_gate, gate))
+    ]
 
 
 @scaling_loras

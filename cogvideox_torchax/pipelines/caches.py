@@ -159,8 +159,7 @@ class StepCache:
 
     def new_state(self, name: str | None) -> RunState:
         """Begin a run in the context `name`, and return its state; `self.computed` now reports this run."""
-        hooks = {each.module: each.hook for each in self.hooks}  # by the module's name
-        state = RunState(copy.deepcopy(hooks))
+        state = RunState(copy.deepcopy({each.module: each.hook for each in self.hooks}))
         for hook in state.hooks.values():
             hook.reset_state(None)  # the argument is the hooked module, which no cache's hook reads
             upstream.set_context(hook, name)
@@ -224,13 +223,13 @@ class BroadcastSteps(StepCache):
     """PyramidAttentionBroadcast: attention runs in some steps, and the steps between reuse its results."""
 
     def plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        result = torch.zeros(1)  # stands for any module's result, which the hooks only pass on
+        # A zero stands for any module's result, which the hooks only pass on.
         skipped_modules = tuple(
-            name for name, hook in state.hooks.items() if not computes_module(hook, result)
+            name for name, hook in state.hooks.items() if not computes_module(hook, torch.zeros(1))
         )
         state.computed.append(not skipped_modules)
-        kept_modules = tuple(state.hooks)  # every module that may be skipped
-        return form("broadcast", kept_modules, skipped_modules), {}
+        # Every module that may be skipped has its result kept.
+        return form("broadcast", tuple(state.hooks), skipped_modules), {}
 
 
 class TaylorSteps(StepCache):
@@ -353,8 +352,9 @@ class FasterSteps(StepCache):
             return (hidden_states,)
 
         # The hook reads nothing of the latents (N, T, C, H, W) but their number.
-        latents = torch.zeros(batch, 1, 1, 1, 1)
-        upstream.call_hook(state.hooks[""], stand_in_transformer, hidden_states=latents)
+        upstream.call_hook(
+            state.hooks[""], stand_in_transformer, hidden_states=torch.zeros(batch, 1, 1, 1, 1)
+        )
         return answers[0]
 
     def _record(self, state: RunState, host_scalar: Any) -> None:
@@ -362,12 +362,11 @@ class FasterSteps(StepCache):
 
         A step's program returns (newer, older), so that its new result takes the oldest one's donated memory.
         """
-        in_order = {
+        state.kept_arrays |= {
             name: tuple((older, newer) for newer, older in state.kept_arrays[name])
             for name in state.hooks
             if name  # not the transformer, for which no such pairs are kept
         }
-        state.kept_arrays = {**state.kept_arrays, **in_order}
 
 
 def computes_module(hook: Any, result: Any, *args: Any, **kwargs: Any) -> bool:

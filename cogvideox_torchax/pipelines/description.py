@@ -135,8 +135,7 @@ def describe(name: str, *, image: bool | None = None, clip: bool) -> Model:
     # The index has (library, class) for each part. diffusers loads that class, even where the part's own
     # config names another: so this config gets that name.
     _library, scheduler["_class_name"] = index["scheduler"]
-    vae = read_json(directory / "vae/config.json")
-    model = Model(name, directory, kind, transformer, vae, scheduler)
+    model = Model(name, directory, kind, transformer, read_json(directory / "vae/config.json"), scheduler)
     if image is not None:
         check_inputs(model, image=image, clip=clip)
     return model

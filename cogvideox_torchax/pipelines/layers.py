@@ -236,8 +236,12 @@ class PatchEmbed(CogVideoXPatchEmbed):
         """Return the table for latents of this size; None if the module's own will do (`needs_table`)."""
         if not self.needs_table(height, width, frames):
             return None
-        numbers = {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
-        return _table(tuple(numbers.items()), height, width, frames)
+        return _table(
+            tuple((name, value) for name, value in vars(self).items() if isinstance(value, int | float)),
+            height,
+            width,
+            frames,
+        )
 
     def use_table(self, table: torch.Tensor) -> None:
         """Have `forward` add `table` instead of the module's own; call this on a program's own copy."""

@@ -107,8 +107,7 @@ class Sequence:
     def pad_table(self, patch_table: jax.Array, value: float) -> jax.Array:
         """Return a rotary table (S, D) of all tokens, from one (patches, D), with `value` for the others."""
         text = self.tokens - patch_table.shape[0]  # number of rows before those of the patches
-        padding = self.length - self.tokens
-        return jnp.pad(patch_table, ((text, padding), (0, 0)), constant_values=value)
+        return jnp.pad(patch_table, ((text, self.length - self.tokens), (0, 0)), constant_values=value)
 
     def map_local_tokens(self, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """Return a function of whole arrays that calls `function` on each device with its local arrays.

@@ -229,8 +229,9 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
                 sample = self.run_program(TransformerStep(self, attention_kwargs), tensors)
             else:
                 # The cache chooses the step's form, and makes the `CachedStep` of that form.
-                make_network = functools.partial(CachedStep, self, attention_kwargs)
-                sample = self.step_cache.step(self, make_network, tensors)
+                sample = self.step_cache.step(
+                    self, functools.partial(CachedStep, self, attention_kwargs), tensors
+                )
         if sample is None:  # this model is not stock
             forward = DiffusersTransformer.forward
             return self.run_as_it_is(forward, hidden_states, encoder_hidden_states, timestep, **options)

@@ -142,8 +142,7 @@ def tile_of(vae: Any, direction: Direction, height: int, width: int, frames: int
         return own_tile(vae)
     key = direction, height, width, frames
     if key not in vae.tile_choices:
-        free = free_memory(vae.mesh)
-        vae.tile_choices[key] = fitting_tile(vae, direction, height, width, frames, free)
+        vae.tile_choices[key] = fitting_tile(vae, *key, free_memory(vae.mesh))
     return vae.tile_choices[key]
 
 

@@ -70,8 +70,7 @@ def plan_axis(size: int, *, tile: int, overlap: float, scale_in: int = 1, scale_
             f"got a tile of {tile} latent pixels with overlap {overlap:.3f}: a tile must advance by at least "
             f"one latent pixel; with this overlap use a tile of {smallest} at least, or a smaller overlap"
         )
-    starts = range(0, size, stride * scale_in)
-    spans = tuple((start, min(start + tile * scale_in, size)) for start in starts)
+    spans = tuple((start, min(start + tile * scale_in, size)) for start in range(0, size, stride * scale_in))
     # In pixels of the output: the part of a tile before the next tile starts, which the frame takes from it,
     # and the overlap, in which the next tile is blended with it.
     return AxisPlan(spans, keep=stride * scale_out, blend=(tile - stride) * scale_out)

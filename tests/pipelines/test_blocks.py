@@ -285,8 +285,9 @@ def test_by_channels_queries_are_prepared_by_heads_or_where_tp_does_not_divide_t
         return jnp.zeros((x_NSC.shape[0], heads, 1, x_NSC.shape[1]))
 
     placement = SequencePlacement(make_mesh(1, 4, devices=jax.devices()[:4]), Parallelism(TENSOR), heads)
-    sequence = Sequence.from_placement(placement, videos=2, text=4, tokens=16)
-    assert sequence.shard_heads(qk_norm_rope, heads)(jnp.zeros((2, 16, 24))).shape == (2, heads, 1, 16)
+    sequence = Sequence.from_placement(placement, videos=2, text=4, tokens=15)  # padded to 16
+    x_NSC = jnp.zeros((2, sequence.length, 24))
+    assert sequence.shard_heads(qk_norm_rope, heads)(x_NSC).shape == (2, heads, 1, 16)
     assert seen == [own]
 
 

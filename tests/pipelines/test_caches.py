@@ -309,8 +309,7 @@ def test_a_copy_keeps_the_cache_and_a_pickle_drops_it(ported):
     copied = copy.deepcopy(ported)
     ported.transformer.disable_cache()
     assert is_as_stock(copied)
-    plain = pickle.loads(pickle.dumps(copied))
-    assert not plain.transformer.is_cache_enabled
+    assert not pickle.loads(pickle.dumps(copied)).transformer.is_cache_enabled
 
 
 def test_on_the_host_the_cache_is_diffusers_own_and_back_on_jax_it_is_ours(ported):

@@ -68,8 +68,9 @@ def rounded(model, weights="int8"):
     for name in matrices(model):
         model.get_parameter(name).data.copy_(in_int8(model.get_parameter(name).data))
         if weights == "int8-dynamic" and re.search(r"\.(to_[qkv]|net\.0\.proj|net\.2)\.", name):
-            layer = model.get_submodule(name.removesuffix(".weight"))
-            layer.register_forward_pre_hook(lambda _layer, inputs: in_int8(*inputs))
+            model.get_submodule(name.removesuffix(".weight")).register_forward_pre_hook(
+                lambda _layer, inputs: in_int8(*inputs)
+            )
     return model
 
 
@@ -145,8 +146,7 @@ def test_what_is_read_of_int8_has_the_dtype_that_transformers_gives_it(tmp_path)
     layers = {n: m.weight.dtype for n, m in pipe.text_encoder.named_modules() if type(m) is torch.nn.Linear}
     assert {*layers.values()} == {torch.float16, torch.float32}
     for ported in (port(pipe, weights="int8"), load_pipeline(tmp_path, dtype=torch.float16, weights="int8")):
-        model = ported.text_encoder
-        assert {name: model.get_submodule(name).weight.dtype for name in layers} == layers
+        assert {name: ported.text_encoder.get_submodule(name).weight.dtype for name in layers} == layers
 
 
 @pytest.mark.parametrize(("weights", "error"), [("int8", largest_error), ("int8-dynamic", error_of)])
@@ -238,8 +238,7 @@ def from_gguf(model, tmp_path):
     writer.close()
     # The steps of diffusers' `from_single_file`, which does not list this class.
     state = model_loading_utils.load_gguf_checkpoint(file)
-    config = GGUFQuantizationConfig(compute_dtype=torch.float32)
-    quantizer = DiffusersAutoQuantizer.from_config(config)
+    quantizer = DiffusersAutoQuantizer.from_config(GGUFQuantizationConfig(compute_dtype=torch.float32))
     quantizer.preprocess_model(model, device_map=None, state_dict=state, keep_in_fp32_modules=[])
     model_loading_utils.load_model_dict_into_meta(
         model, state, hf_quantizer=quantizer, dtype=torch.float32, device_map={"": "cpu"}

@@ -589,11 +589,9 @@ def test_pictures_leave_the_device_as_bytes_in_chunks_and_are_those_of_the_frame
     in_bytes, in_floats = seen
     assert in_bytes.dtype == torch.uint8
     assert in_floats.dtype == dtype
-    want = VideoProcessor().postprocess_video(in_floats, "pil")
-    assert np.array_equal(bits(made[0])[0], bits(want)[0])
+    assert np.array_equal(bits(made[0])[0], bits(VideoProcessor().postprocess_video(in_floats, "pil"))[0])
     # Outside of such a call frames are floats, whoever asks for them.
-    latents = torch.zeros(1, 2, 16, 4, 8, dtype=dtype).to("jax")
-    assert pipe.decode_latents(latents).dtype == dtype
+    assert pipe.decode_latents(torch.zeros(1, 2, 16, 4, 8, dtype=dtype).to("jax")).dtype == dtype
     assert not any(map(runtime.on_jax, seen))
 
 

@@ -23,8 +23,7 @@ def test_its_videos_show_what_prompts_say(where):
     if where != "PyTorch":
         port(pipe, mesh=make_mesh(2, 4) if where == "mesh" else None)
     chosen = [scene for name in scenes.GROUPS[:2] for scene in scenes.drawn(name, 4)]
-    found = scenes.shares(chosen, scenes.sample(pipe, chosen, 0, steps=10, batch=8))["all"]
-    assert found >= BAR
+    assert scenes.shares(chosen, scenes.sample(pipe, chosen, 0, steps=10, batch=8))["all"] >= BAR
 
 
 def test_the_judge_reads_rendered_clips_right_and_reversed_ones_wrong():

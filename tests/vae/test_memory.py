@@ -85,6 +85,7 @@ def vae(shallow_vae):
 
 
 @pytest.mark.parametrize("build", ["torchax", "flax"])
+@pytest.mark.slow_cases("flax")
 def test_the_methods_of_tiles_run_in_tiles_though_tiling_is_off(build, shallow_vae):
     vae = reference.built(build, shallow_vae)
     z, x = (
@@ -102,6 +103,7 @@ def test_the_methods_of_tiles_run_in_tiles_though_tiling_is_off(build, shallow_v
 
 
 @pytest.mark.parametrize("build", ["torchax", "flax"])
+@pytest.mark.slow_cases("torchax")
 def test_auto_chooses_tiles_by_the_free_memory_when_a_size_is_first_run(build, shallow_vae, monkeypatch):
     vae, z = reference.built(build, shallow_vae), reference.latents(1, height=4, width=6)
     whole = reference.run_decode(vae, z)

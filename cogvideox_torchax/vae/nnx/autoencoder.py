@@ -336,8 +336,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
 
     def network(self, direction: Direction, **options: Any) -> tuple[Network, list[Any]]:
         """Return a direction's network and the weights that it takes; `options` are those of a `Network`."""
-        modules = [getattr(self, name) for name in LAYERS[direction]]
-        weights, structure = jax.tree.flatten(modules)
+        weights, structure = jax.tree.flatten([getattr(self, name) for name in LAYERS[direction]])
         return Network(direction, structure, self.dtype, **options), weights
 
     # Several devices

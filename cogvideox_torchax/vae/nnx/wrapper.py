@@ -115,8 +115,10 @@ class FlaxVAEForPipelines(ChunkedVAE):
 
     def state_dict(self) -> dict[str, torch.Tensor]:  # pyright: ignore
         """Return copies of the weights as plain tensors, by diffusers' names."""
-        arrays = weights.state_dict(nnx.state(self.flax_vae, nnx.Param))
-        return {name: runtime.plain_tensor(np.array(value)) for name, value in arrays.items()}
+        return {
+            name: runtime.plain_tensor(np.array(value))
+            for name, value in weights.state_dict(nnx.state(self.flax_vae, nnx.Param)).items()
+        }
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

@@ -65,17 +65,16 @@ def _norm_options(norm: Any) -> dict[str, Any]:
 
 def _other_settings(conv: Any, window: Any, stride: Any, padding: Any) -> str | None:
     """Return in what a convolution differs from the one that a kernel computes; None for nothing."""
-    ones = (1,) * len(conv.kernel_size)
     wanted = {
         "kernel_size": window,
         "stride": stride,
         "padding": padding,
-        "dilation": ones,
+        "dilation": (1,) * len(conv.kernel_size),
         "groups": 1,
         "padding_mode": "zeros",
     }
-    others = (f"{name}={getattr(conv, name)!r}" for name in wanted if getattr(conv, name) != wanted[name])
-    return next((f"has a convolution with {other}" for other in others), None)
+    other = next((name for name in wanted if getattr(conv, name) != wanted[name]), None)
+    return other and f"has a convolution with {other}={getattr(conv, other)!r}"
 
 
 class GroupNorm(OnColumns, nn.GroupNorm):

@@ -36,10 +36,9 @@ class EncoderChunk(OnColumns, nn.Module):
 
     def forward(self, x: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
         if x.dtype == torch.uint8:
-            dtype = runtime.dtype_name(self.encoder.conv_in.conv.weight.dtype)
             # On a mesh the width may be padded with columns of zeros (`self.split`), to be divided evenly.
             # `from_uint8` turns these zeros into -1, and the kernels need zeros there.
-            x = from_uint8(x, dtype)
+            x = from_uint8(x, runtime.dtype_name(self.encoder.conv_in.conv.weight.dtype))
             if runtime.on_accelerator(x):  # only there is anything padded
                 x = runtime.torch_view(with_clear_padding)(x, self.split, NCTHW.index("W"))
         moments, cache = self.encoder(x, conv_cache=_permuted(cache, HWNTC, NCTHW))

@@ -145,8 +145,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_load_and_save_give_back_the_same_files(tmp_path, dtype):
-    stock = reference.small_vae(**OPTIONS, **reference.TWO_LEVELS)
-    stock.to(dtype).save_pretrained(tmp_path / "vae")
+    reference.small_vae(**OPTIONS, **reference.TWO_LEVELS).to(dtype).save_pretrained(tmp_path / "vae")
     vae = FlaxVAEForPipelines.from_pretrained(tmp_path / "vae", dtype=dtype)
     assert {name: vae.config[name] for name in OPTIONS} == OPTIONS, "a pipeline reads them"
     vae.save_pretrained(tmp_path / "again")

@@ -77,8 +77,7 @@ def of_flax(vae, run, x, first_frame):
         weight = weighed(jnp.moveaxis(result, -1, 1).shape, first_frame)
         return (result * np.moveaxis(weight.numpy(), 1, -1)).sum()
 
-    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))
-    of_weights, of_x = gradients(parameters, np.moveaxis(x.numpy(), 1, -1))
+    of_weights, of_x = jax.jit(jax.grad(loss, argnums=(0, 1)))(parameters, np.moveaxis(x.numpy(), 1, -1))
     return np.moveaxis(of_x, -1, 1), weights.state_dict(of_weights)
 
 

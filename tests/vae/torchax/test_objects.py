@@ -147,8 +147,9 @@ def test_a_forward_that_hides_a_modules_weights_is_refused(vae, stock):
 def test_loaded_weights_are_seen_without_compiling_again_and_another_dtype_is(build, assign, stock):
     vae, other = reference.built(build, stock), shallow_stock(seed=1)
     assert decodes_as(vae, stock)
-    state = {name: runtime.to_jax(value) for name, value in other.state_dict().items()}
-    answer = vae.load_state_dict(state, assign=assign)
+    answer = vae.load_state_dict(
+        {name: runtime.to_jax(value) for name, value in other.state_dict().items()}, assign=assign
+    )
     assert answer.missing_keys + answer.unexpected_keys == []
     with reference.compilations() as compiled:
         assert decodes_as(vae, other)
