@@ -158,8 +158,7 @@ def _mean_of_patches(values: torch.Tensor, options: dict[str, Any]) -> torch.Ten
     position = torch.arange(values.shape[1], device=values.device)
     is_patch = (position >= sequence.text) & (position < sequence.tokens)
     is_patch = is_patch.reshape(1, -1, *(1,) * (values.ndim - 2))  # broadcasts over N and the last axes
-    values_per_position = values.numel() // values.shape[1]
-    count = values_per_position * (sequence.tokens - sequence.text)
+    count = values.numel() // values.shape[1] * (sequence.tokens - sequence.text)
     return torch.where(is_patch, values, torch.zeros_like(values)).sum() / count
 
 

@@ -69,11 +69,6 @@ class Placement(MeshPlace):
     axes: Axes = NCTHW
     unit: int = 1
 
-    @property
-    def cache_placement(self) -> "Placement":
-        """The placement of the convolutions' caches, whose axes are in the order that a TPU computes in."""
-        return Placement(self.mesh, HWNTC)
-
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
         return self._spec_along(shape, self.axes.index("W"))
 
@@ -138,7 +133,7 @@ class Placement(MeshPlace):
             # its tiles. The last kernel has the channels there, so few that most lanes are empty.
             result = dispatch(columns_last_on, jnp.moveaxis(result, channel_axis, -1), split=split)
             result = self.result_without_padding(jnp.moveaxis(result, -1, channel_axis), split)
-            return result, jax.tree.map(self.cache_placement.constrain, cache)
+            return result, jax.tree.map(Placement(self.mesh, HWNTC).constrain, cache)
 
     def watching(self, network: "nn.Module", *, split: Split) -> contextlib.AbstractContextManager[Any]:
         """Give `split`, the sharding of the width, to the modules of a network; return an empty context."""
@@ -166,7 +161,8 @@ class Placement(MeshPlace):
         return PaddedChunk(jax.ShapeDtypeStruct(padded_shape, dtype, sharding=self.sharding(shape)), shape)
 
     def cache_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        return self.cache_placement.sharding(shape)
+        # The axes of the convolutions' caches are in the order that a TPU computes in.
+        return Placement(self.mesh, HWNTC).sharding(shape)
 
     def result_spec(self, shape: tuple[int, ...]) -> PartitionSpec:
         """Return the spec of a result, which is stored without padding.

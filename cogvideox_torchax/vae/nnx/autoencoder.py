@@ -28,7 +28,7 @@ from cogvideox_torchax.vae.checks import check_shape, check_values, integers_ref
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, NTHWC, Direction
 from cogvideox_torchax.vae.nnx import weights
 from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
-from cogvideox_torchax.vae.nnx.modules import Context, Conv3d, Decoder3D, Encoder3D, LayerConfig, run_layers
+from cogvideox_torchax.vae.nnx.modules import Context, Conv, Decoder3D, Encoder3D, LayerConfig, run_layers
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from cogvideox_torchax.vae.placement import Placement
 from jax_kernels.common.columns import WHOLE, Split, with_clear_padding
@@ -151,8 +151,8 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         # These two convolutions take latents, but diffusers sizes them by the channels of frames.
         channels = config.out_channels
         layers = LayerConfig(rngs, param_dtype=param_dtype)
-        self.quant_conv = Conv3d(2 * channels, 2 * channels, layers) if config.use_quant_conv else None
-        self.post_quant_conv = Conv3d(channels, channels, layers) if config.use_post_quant_conv else None
+        self.quant_conv = Conv(2 * channels, 2 * channels, layers) if config.use_quant_conv else None
+        self.post_quant_conv = Conv(channels, channels, layers) if config.use_post_quant_conv else None
         self.tiles: tiling.TileSettings | None = None
 
     # Weights

@@ -88,7 +88,7 @@ class Module(nnx.Module):
 
 
 class Conv(Module):
-    """The parameters of a convolution: `kernel` (*window, I, O) and `bias` (O,)."""
+    """The parameters of a convolution: `kernel` (*window, I, O) and `bias` (O,); a call takes 1x1x1 alone."""
 
     def __init__(
         self,
@@ -101,10 +101,6 @@ class Conv(Module):
         initialize = nnx.initializers.lecun_normal()
         self.kernel = nnx.Param(initialize(config.rngs.params(), shape, config.param_dtype))
         self.bias = nnx.Param(jnp.zeros((out_channels,), config.param_dtype))
-
-
-class Conv3d(Conv):
-    """A 1x1x1 convolution."""
 
     def __call__(self, x_NTHWC: jax.Array, _cache: None, context: Context) -> tuple[jax.Array, None]:
         return blocks.pointwise_conv(self.params(), x_NTHWC, split=context.split), None
@@ -164,9 +160,7 @@ class ResnetBlock3D(Module):
         self.conv1 = CausalConv3d(in_channels, out_channels, 3, config)
         self.norm2 = norm(out_channels, config)
         self.conv2 = CausalConv3d(out_channels, out_channels, 3, config)
-        self.conv_shortcut = (
-            Conv3d(in_channels, out_channels, config) if in_channels != out_channels else None
-        )
+        self.conv_shortcut = Conv(in_channels, out_channels, config) if in_channels != out_channels else None
         self.num_groups, self.eps = config.num_groups, config.eps
         self.rematerialize = False
 
