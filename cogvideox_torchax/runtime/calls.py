@@ -77,13 +77,13 @@ class _Form:
 
     def changing_argument(self, others: Iterable[Any]) -> str | None:
         """Return the name of an argument with too many constants in forms that are else alike, or None."""
-        forms = [each for each in others if isinstance(each, _Form)]
+        forms = [self, *(each for each in others if isinstance(each, _Form))]
         alike = [each for each in forms if (each.method, each.structure) == (self.method, self.structure)]
-        for position, constant in enumerate(self.constants):
-            if len({constant, *(each.constants[position] for each in alike)}) > Programs.KEPT:
+        for position in range(len(self.values)):
+            if len({each.constants[position] for each in alike} - {None}) > Programs.KEPT:
                 args, kwargs = pytree.tree_unflatten(range(len(self.values)), self.structure)
                 named = inspect.signature(self.method).bind(None, *args, **kwargs).arguments
-                paths = pytree.tree_flatten_with_path(named)[0]  # the first key of a path is the argument's
+                paths: Any = pytree.tree_flatten_with_path(named)[0]  # a path begins with the argument's name
                 path = next(path for path, leaf in paths if leaf == position)
                 return path[0].key + pytree.keystr(path[1:])
         return None
@@ -243,7 +243,7 @@ def _run_compiled(model: nn.Module, network: MethodCall, leaves: list[Any], plac
     """
     programs = programs_of(model)
 
-    def build(network: nn.Module) -> Program:
+    def build(_network: nn.Module) -> Program:
         changing = network.form.changing_argument(programs.kinds())
         if changing is not None:
             values = f"{Programs.KEPT + 1} values of its argument {changing}, each a constant of a program"

@@ -40,6 +40,7 @@ from cogvideox_torchax.runtime.host import (
     TPU,
     device_and_dtype,
     host_array,
+    is_jax_device,
     on_host,
     on_jax,
     plain_tensor,
@@ -188,12 +189,6 @@ def _call(_kind: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None)
     environment = _ready_torchax().default_env()  # unchecked: a forked child may ask for a dtype
     with torch._C.DisableTorchFunctionSubclass():
         tensors = _tensors_in(args, options)
-        if func is torch.Tensor.to and on_jax(args[0]) and views.is_there(*args, **options):
-            return args[0]
-        if func in _CASTS and torch.Tensor.dtype.__get__(args[0]) != args[0].dtype:  # pyright: ignore
-            # `data` has had another dtype since, of which PyTorch's wrapper does not know.
-            dtype = _CASTS[func] or device_and_dtype(args[1:], options)[1]
-            return torch.ops.aten._to_copy.default(args[0], dtype=dtype)
         # PyTorch has to know of a slice that it is one, where a gradient may be written into it.
         in_parts = func is torch.Tensor.__getitem__ and (
             torch.is_grad_enabled() or not on_jax(args[0]) or KNOWN in vars(args[0])
@@ -206,16 +201,18 @@ def _call(_kind: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None)
             return func(*args, **options)
 
 
-_CASTS: dict[Any, torch.dtype | None] = {
-    torch.Tensor.to: None,
-    torch.Tensor.float: torch.float32,
-    torch.Tensor.half: torch.float16,
-    torch.Tensor.bfloat16: torch.bfloat16,
-}
-"""The functions that change a dtype, and the dtype; None for one that is among the arguments."""
-
 _WHOLE = (F.scaled_dot_product_attention, F.one_hot, torch.Tensor.__getitem__)
 """The functions that run as one operation of torchax's where no gradients are recorded."""
+
+
+def _to(source: Any, *args: Any, **options: Any) -> Any:
+    """Do what `to` does on JAX, where PyTorch's wrapper may have the dtype that `data` had before."""
+    device, dtype = device_and_dtype(args, options)
+    if not on_jax(source) or not (device is None or is_jax_device(device)):
+        raise import_torchax().tensor.OperatorNotFound("a move from JAX or to it")
+    if dtype in (None, source.dtype) and not views.asks_for_a_copy(args, options):
+        return source
+    return torch.ops.aten._to_copy.default(source, dtype=dtype or source.dtype)
 
 
 def _tensor(data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Any:
@@ -232,6 +229,10 @@ def _fill_diagonal(tensor: Any, value: float, wrap: bool = False) -> Any:
 
 
 _INSTEAD: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.to: _to,
+    torch.Tensor.float: lambda source, **_: _to(source, torch.float32),
+    torch.Tensor.half: lambda source, **_: _to(source, torch.float16),
+    torch.Tensor.bfloat16: lambda source, **_: _to(source, torch.bfloat16),
     torch.Tensor.contiguous: views.contiguous,
     torch.Tensor.fill_diagonal_: _fill_diagonal,
     torch.as_tensor: lambda data, dtype=None, device=None: data.to(device, dtype or data.dtype),
@@ -259,7 +260,7 @@ def _dispatch(torchax_dispatch: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(func, torch._ops.OpOverload):
             if func in _INSTEAD:
                 return _INSTEAD[func](*args, **options)
-            if func is not torch.Tensor.to and func in self._ops:
+            if func in self._ops:
                 # PyTorch makes operators of a call with other arguments.
                 if "out" in options or not options.keys() <= _names_of(self._ops[func].func):
                     raise import_torchax().tensor.OperatorNotFound(f"{func.__name__} with {[*options]}")

@@ -62,7 +62,7 @@ class Variables:
                 self._add(name, getattr(value, inner, None))
         elif items is not None:
             table = vars(value) if has_state(type(value), False) else value
-            self._watch(name, partial(items_of, value), partial(_fill, table, copy.copy(table)))
+            self._watch(name, lambda: items_of(value) or [], partial(_fill, table, copy.copy(table)))
             for item in items:
                 self._add(name, item)
 

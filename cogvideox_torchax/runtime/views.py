@@ -22,9 +22,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from cogvideox_torchax.runtime.forks import check_not_forked
 from cogvideox_torchax.runtime.host import (
-    device_and_dtype,
     is_in_host_memory,
-    is_jax_device,
     on_default_device,
     on_jax,
 )
@@ -114,7 +112,7 @@ def _set_item(write: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _asks_for_a_copy(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+def asks_for_a_copy(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
     """Return whether the caller of `to` asks for a copy: by name, by the second boolean, or by an order."""
     switches = [value for value in args if isinstance(value, bool)]  # `non_blocking`, `copy`
     is_ordered = options.get("memory_format") not in (None, torch.preserve_format)
@@ -212,19 +210,12 @@ def as_in_torch(func: Any, args: Any, options: Any, result: Any) -> Any:
     source: Any = args[0] if args else None
     if not isinstance(source, torch.Tensor) or not on_jax(source):
         return result
-    if result is source and func in (torch.Tensor.to, torch.ops.aten._to_copy.default):
-        return source if func is torch.Tensor.to and not _asks_for_a_copy(args, options) else source.clone()
+    if result is source and func is torch.ops.aten._to_copy.default:
+        return source.clone()
     # torch marks its operators that return views; these two are functions.
     if getattr(func, "is_view", False) or func in (torch.tensor_split, torch.Tensor.__getitem__):
         _share(source, result, lambda layout: func(layout, *args[1:], **options))
     return result
-
-
-def is_there(source: Any, *args: Any, **options: Any) -> bool:
-    """Return whether `to` has nothing to do: PyTorch asks the wrapper, which says "meta"."""
-    device, dtype = device_and_dtype(args, options)
-    is_same = dtype in (None, source.dtype) and (device is None or is_jax_device(device))
-    return is_same and not _asks_for_a_copy(args, options)
 
 
 def contiguous(source: Any, *args: Any, **options: Any) -> Any:

@@ -167,14 +167,6 @@ def test_a_pipeline_goes_to_the_host_and_back(ported, want):
         assert relative_error(latents(ported), want) < TOLERANCE
 
 
-def test_weights_on_the_host_share_no_memory_with_jax(stock):
-    vae = port(copy.deepcopy(stock.vae))
-    before = vae.to("jax").decoder.conv_in.conv.bias
-    after = vae.cpu().decoder.conv_in.conv.bias
-    after += 1
-    assert torch.equal(after, runtime.to_torch(before.detach()) + 1)
-
-
 # Requirements of diffusers' own tests of these pipelines
 
 

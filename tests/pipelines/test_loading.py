@@ -56,15 +56,12 @@ def test_what_is_fed_is_what_diffusers_loads(directory, wanted):
 
 
 def test_the_size_of_converted_files_is_warned_of(tmp_path, caplog):
-    small_pipelines.build(version="1.5").save_pretrained(tmp_path)
-    load_pipeline(tmp_path)
-    assert not caplog.messages
-    config = tmp_path / "transformer" / "config.json"
-    config.write_text(
-        json.dumps(json.loads(config.read_text()) | {"sample_height": 300, "sample_width": 300})
-    )
-    load_pipeline(tmp_path)
-    assert "2400 x 2400 pixels" in caplog.text
+    pipe = small_pipelines.build(version="1.5")
+    for size, warns in ((8, False), (300, True)):
+        pipe.transformer.register_to_config(sample_height=size, sample_width=size)
+        pipe.save_pretrained(tmp_path)
+        load_pipeline(tmp_path)
+        assert ("2400 x 2400 pixels" in caplog.text) == warns
 
 
 def test_over_a_mesh_each_device_gets_its_part_and_the_dtype_is_the_one_asked_for(directory, wanted):
