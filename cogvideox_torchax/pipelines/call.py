@@ -39,7 +39,7 @@ from torch.utils import _pytree as pytree
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.pipelines import frames, steps
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
-from cogvideox_torchax.runtime.trees import change_in, replaced_method
+from cogvideox_torchax.runtime.trees import replaced_method
 from cogvideox_torchax.sharding import check_same
 from cogvideox_torchax.vae.directions import DECODE
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
@@ -128,7 +128,6 @@ def _call(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> A
     pipe.check_ported()
     arguments = _arguments(pipe, inherited, args, kwargs)
     _check_same_in_all_processes(pipe, arguments)
-    _check_image_channels(pipe, inherited)
     transformer = getattr(pipe, "transformer", None)
     if isinstance(transformer, CogVideoXTransformer3DModel):
         if runtime.is_on_jax(transformer):
@@ -191,35 +190,6 @@ def _fingerprint(value: Any) -> str:
             text = getattr(leaf, "__qualname__", None) or re.sub(r" at 0x\w+", "", repr(leaf))
         texts.append(text)
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
-
-
-def _check_image_channels(pipe: Any, call: Callable[..., Any]) -> None:
-    """Raise `ValueError` if an image pipeline's transformer takes no image, such as a text-to-video model's.
-
-    Only diffusers' own call is checked, if nothing was changed that may give the transformer other channels.
-    """
-    stock = CogVideoXImageToVideoPipeline
-    model = getattr(pipe, "transformer", None)
-    if (
-        call is not stock.__call__
-        or type(pipe).__bases__[-1].prepare_latents is not stock.prepare_latents  # the class before `port`
-        or "prepare_latents" in vars(pipe)
-        or pipe.vae is None
-        or not isinstance(model, CogVideoXTransformer3DModel)
-        or change_in(nn.ModuleList([model])) is not None  # in a list, for its own hooks to count
-    ):
-        return
-    embed: Any = model.patch_embed
-    # The shape of the first layer's weight is (outputs, inputs) or (outputs, inputs, rows, columns): for an
-    # output it has as many numbers as the pixels of a patch have channels.
-    channels = math.prod(embed.proj.weight.shape[1:]) // (embed.patch_size**2 * (embed.patch_size_t or 1))
-    latent_channels = pipe.vae.config["latent_channels"]
-    if channels != 2 * latent_channels:
-        raise ValueError(
-            f"got a {type(pipe).__name__} with a transformer whose patch embedding takes {channels} "
-            f"channels: it must take {2 * latent_channels}, the VAE's {latent_channels} of the video and of "
-            "the image; load an image-to-video model, or make a pipeline of the transformer's own class"
-        )
 
 
 def _check_inputs(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> None:

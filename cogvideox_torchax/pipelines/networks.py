@@ -6,7 +6,6 @@ compiled program.
 """
 
 import functools
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -64,7 +63,6 @@ SPLIT_LAYERS = (PatchEmbed, Block, Attention, FeedForward, T5LayerSelfAttention,
 """The layers whose inputs and outputs are sequences, which a mesh may split."""
 
 
-@runtime.without_jax_checks
 def tie_weights(network: Any) -> None:
     """Tie a network's weights as its class does, as far as they were tied: if they are equal on JAX.
 
@@ -113,19 +111,6 @@ def _comes_from_input(tensor: torch.Tensor) -> bool:
     )
 
 
-class _SetForwards(threading.local):
-    """A thread's running calls of a `forward` that another library has set on a network's object.
-
-    Attributes:
-        modules_at_start: by the network of such a call, the network's modules when the call began.
-    """
-
-    modules_at_start: dict[nn.Module, list[nn.Module]] = {}  # noqa: RUF012 - set anew, not written to
-
-
-_SET_FORWARDS = _SetForwards()
-
-
 class CompiledNetwork(PortedModel):
     """Mixin for a stock class of any network: on JAX, a call runs a compiled program of that class's forward.
 
@@ -146,7 +131,6 @@ class CompiledNetwork(PortedModel):
         """Return the result of the stock class's `method`; with weights on JAX it runs as a program."""
         if not runtime.is_on_jax(self):
             return method(self, *args, **kwargs)
-        self.check_modules()  # raises if a `forward` that was set on this object has put in other modules
         with self.in_use():
             return runtime.run_method(
                 self, method, *args, place=self.placement, name=self.component, **kwargs
@@ -185,35 +169,12 @@ class CompiledNetwork(PortedModel):
                 f"got an input with requires_grad: on JAX the {self.component} has no gradients; call it in "
                 "torch.no_grad(), and take gradients through the VAE alone, which has them"
             )
-        if "forward" not in vars(self) or not runtime.is_on_jax(self):
-            return super().__call__(*args, **kwargs)
-        # Another library has set `forward`. It is not compiled, as it may keep tensors from one call for the
-        # next: in a program these would be tensors of a trace, which have no values after the trace.
-        setter = upstream.module_of(vars(self)["forward"])
-        runtime.warn_once(self, f"{self.component}: the forward set by {setter} runs operation by operation")
-        # The set `forward` may call the class's own, which calls `check_modules`: this compares the network's
-        # modules with those recorded here.
-        outer_calls = _SET_FORWARDS.modules_at_start
-        _SET_FORWARDS.modules_at_start = {**outer_calls, self: [*self.modules()]}
-        try:
-            return super().__call__(*args, **kwargs)
-        finally:
-            _SET_FORWARDS.modules_at_start = outer_calls
-
-    def check_modules(self) -> None:
-        """Raise `ValueError` if a `forward` that was set on this object is running, and has replaced modules.
-
-        Libraries that cache steps replace modules by others, which keep arrays of a step between calls. If a
-        program is traced with such modules, they keep values that exist only in the trace.
-        """
-        at_start = _SET_FORWARDS.modules_at_start.get(self)  # None if no such forward is running
-        if at_start is not None and at_start != [*self.modules()]:
+        if "forward" in vars(self) and runtime.is_on_jax(self):
+            # Another library has set `forward`. It is not compiled, as it may keep tensors from one call for
+            # the next: in a program these would be tensors of a trace, which have no values after the trace.
             name, setter = self.component, upstream.module_of(vars(self)["forward"])
-            raise ValueError(
-                f"{name}.forward was set by {setter}, which puts in other modules while it runs: take it "
-                f"out, or set it before port. For a cache of steps call {name}.enable_cache(config) with a "
-                "config of diffusers, such as FirstBlockCacheConfig(threshold=0.05)"
-            )
+            runtime.warn_once(self, f"{name}: the forward set by {setter} runs operation by operation")
+        return super().__call__(*args, **kwargs)
 
     def place(self) -> None:
         """Port layers that were added since `port`, and put all weights on JAX."""
@@ -296,7 +257,6 @@ class KnownNetwork(CompiledNetwork):
         Programs are found again by the network's form, if it has one, and by the modules that it holds. The
         result is None if this model is not stock (`runtime.trees`), and has to run as it is.
         """
-        self.check_modules()  # raises if a `forward` that was set on this object has put in other modules
         return runtime.programs_of(self).get(getattr(network, "form", None), network, self._compile_for)
 
     def _compile_for(self, network: Any) -> runtime.Program | None:

@@ -15,7 +15,6 @@ from cogvideox_torchax import upstream
 from cogvideox_torchax.pipelines import sharding
 from cogvideox_torchax.runtime.bridge import array_of
 from cogvideox_torchax.runtime.host import HOST_MEMORY, is_in_host_memory, on_jax
-from cogvideox_torchax.runtime.user_checks import without_jax_checks
 from cogvideox_torchax.runtime.weights import named_tensors, put_weights
 
 logger = logging.getLogger("cogvideox_torchax")
@@ -94,7 +93,6 @@ class Offload:
             if waits:
                 self._store([model])
 
-    @without_jax_checks
     def _store(self, models: Any) -> None:
         """Move models to the host, and wait until their devices' memory is free."""
         for model in [*models] if self.is_on else ():

@@ -78,9 +78,6 @@ from cogvideox_torchax.runtime.torchtpu import (
 from cogvideox_torchax.runtime.trees import (
     host_skeleton as host_skeleton,
 )
-from cogvideox_torchax.runtime.user_checks import (
-    without_jax_checks as without_jax_checks,
-)
 from cogvideox_torchax.runtime.weights import (
     byte_dtype as byte_dtype,
     is_movable as is_movable,

@@ -13,11 +13,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from cogvideox_torchax.runtime.forks import check_not_forked
-from cogvideox_torchax.runtime.user_checks import without_jax_checks
 from cogvideox_torchax.upstream import is_traced
 
 
-@without_jax_checks
 def largest_of(array: Any) -> float | None:
     """Return the largest absolute value in a JAX or NumPy array.
 
@@ -39,7 +37,6 @@ def _largest_on_device(array: Any) -> jax.Array:
     return jnp.where(all_finite_of(array), jnp.abs(array).max(), jnp.nan)
 
 
-@without_jax_checks
 def first_nonfinite_of(array: Any) -> tuple[int, ...] | None:
     """Return the index of the first NaN or Inf in a JAX or NumPy array; None if there is none.
 
@@ -61,7 +58,6 @@ def all_finite_of(array: Any) -> jax.Array:
     return jnp.isfinite(array).all()
 
 
-@without_jax_checks
 def concatenate(parts: Sequence[Any], axis: int) -> Any:
     """Return arrays, or plain tensors, joined along an axis."""
     if len(parts) == 1:
@@ -75,7 +71,6 @@ def concatenate(parts: Sequence[Any], axis: int) -> Any:
     return torch.cat(list(parts), dim=axis)
 
 
-@without_jax_checks
 def take(x: Any, axis: int, start: int, length: int) -> Any:
     """Return the `length` entries of an axis from `start` on, of an array or a plain tensor.
 

@@ -45,7 +45,6 @@ from cogvideox_torchax.runtime.host import (
     on_jax,
     plain_tensor,
 )
-from cogvideox_torchax.runtime.user_checks import jax_checks_off, without_jax_checks
 from cogvideox_torchax.runtime.views import KNOWN
 from cogvideox_torchax.versions import TESTED, installed
 
@@ -72,8 +71,7 @@ def import_torchax() -> Any:
 def _ready_torchax() -> Any:
     torchax = register()
     configure_compile_cache()
-    with jax_checks_off():  # the environment makes a key for random numbers, which a user's checks refuse
-        torchax.default_env().config.force_materialize_views = True  # `views` has them share their values
+    torchax.default_env().config.force_materialize_views = True  # `views` has them share their values
     return torchax
 
 
@@ -103,11 +101,10 @@ def register() -> Any:
 
 def _imported_torchax() -> Any:
     try:
-        with jax_checks_off():  # a user may have turned them on for their own code
-            # The modules of `ops` put their operations into torchax's tables, which are changed below.
-            import torchax.interop
-            import torchax.ops.jaten
-            import torchax.ops.jtorch
+        # The modules of `ops` put their operations into torchax's tables, which are changed below.
+        import torchax.interop
+        import torchax.ops.jaten
+        import torchax.ops.jtorch
     except (ImportError, RuntimeError, AttributeError) as error:
         # AttributeError: torch has dropped an operator that torchax names.
         pair = " ".join(f"{package}=={TESTED[package].newest}" for package in ("torchax", "torch"))
@@ -139,7 +136,6 @@ OF_UNKNOWN_SIZE = (
 """The factories that PyTorch makes by resizing an empty tensor, whose size a wrapper of torchax's keeps."""
 
 
-@without_jax_checks
 def _empty(size: Any, *_strides: Any, dtype: torch.dtype | None = None, **_: Any) -> Any:
     torchax = import_torchax()
     jax_dtype = torchax.ops.mappings.t2j_dtype(dtype or torch.get_default_dtype())
@@ -246,7 +242,6 @@ def _dispatch(torchax_dispatch: Callable[..., Any]) -> Callable[..., Any]:
     """Return torchax's `Environment.dispatch` with the rules of this module around it."""
 
     @functools.wraps(torchax_dispatch)
-    @without_jax_checks
     def dispatch(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         options = kwargs or {}
 
@@ -498,7 +493,6 @@ def _tensors_in(args: Any, options: Any) -> list[Any]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-@without_jax_checks
 def to_jax(tensor: torch.Tensor) -> Any:
     """Copy a plain tensor to JAX's default device; return a torchax tensor unchanged.
 
@@ -520,7 +514,6 @@ def _kept(host: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return host.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-@without_jax_checks
 def fetched(tensor: Any) -> torch.Tensor:
     """Return a plain copy of a tensor on JAX; return any other tensor unchanged."""
     return plain_tensor(on_host(tensor.jax())) if on_jax(tensor) else tensor

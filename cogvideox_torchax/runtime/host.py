@@ -10,7 +10,6 @@ import torch
 from jax.experimental import multihost_utils
 
 from cogvideox_torchax import upstream
-from cogvideox_torchax.runtime.user_checks import without_jax_checks
 
 TPU = "tpu"
 """The name of TorchTPU's device, and of its compiler for `torch.compile`."""
@@ -106,7 +105,6 @@ def is_in_host_memory(array: Any) -> bool:
     )
 
 
-@without_jax_checks
 def on_default_device(_name: str, array: Any) -> Any:
     """Return a NumPy array as a copy on JAX's default device, and a JAX array unchanged.
 

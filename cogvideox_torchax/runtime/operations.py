@@ -7,7 +7,6 @@ from typing import Any
 from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime import bridge, torchtpu
 from cogvideox_torchax.runtime.device import import_torchax
-from cogvideox_torchax.runtime.user_checks import jax_checks_off
 
 
 def torch_view(jax_function: Callable[..., Any]) -> Callable[..., Any]:
@@ -21,8 +20,6 @@ def torch_view(jax_function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if upstream.added_device() == bridge.TPU:
             return torchtpu.torch_view(jax_function)(*args, **kwargs)
-        # If a user has turned on JAX's checks, they would refuse its broadcasting and Python numbers.
-        with jax_checks_off():
-            return import_torchax().interop.call_jax(jax_function, *args, **kwargs)
+        return import_torchax().interop.call_jax(jax_function, *args, **kwargs)
 
     return call

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
 from cogvideox_torchax.runtime.forks import check_not_forked
-from cogvideox_torchax.runtime.user_checks import without_jax_checks
 from cogvideox_torchax.upstream import is_tracing
 
 _CPU_OPTIONS = {}
@@ -134,13 +133,11 @@ class ArrayProgram:
         self.compilations += 1
         return self.place.trace(functools.partial(self._network, self.place, weights), inputs, cache)
 
-    @without_jax_checks
     def put(self, inputs: Any) -> Any:
         """Return an array of NumPy or JAX on the program's devices."""
         check_not_forked()
         return self.place.put(inputs)
 
-    @without_jax_checks
     def run(self, weights: Any, inputs: Any, cache: Any = None) -> tuple[Any, Any]:
         """Return (result, next cache).
 
@@ -155,7 +152,6 @@ class ArrayProgram:
             return self._compiled_in_another(weights, inputs, cache)
         return self._compiled(weights, inputs, cache)
 
-    @without_jax_checks
     def empty_cache(self, weights: Any, inputs: Any) -> Any:
         """Return zeros, shaped and placed like the cache that a call without a cache returns."""
         # A first call that takes these zeros runs the same program as later calls.
@@ -170,12 +166,10 @@ class ArrayProgram:
 
     # Ahead of time
 
-    @without_jax_checks
     def lower(self, weights: Any, inputs: Any, cache: Any = None) -> Any:
         """Lower the program for arrays or structs."""
         return self._compiled.lower(weights, inputs, cache)
 
-    @without_jax_checks
     def compile_ahead(self, inputs: Any, *, before: Any = None) -> None:
         """Start to compile, in a thread, what a later `run` needs for such inputs; that call waits for it.
 

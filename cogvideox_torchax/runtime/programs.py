@@ -25,7 +25,6 @@ from cogvideox_torchax.runtime.models import PROGRAMS
 from cogvideox_torchax.runtime.outside import Variables
 from cogvideox_torchax.runtime.places import ArrayProgram, Place
 from cogvideox_torchax.runtime.trees import Tree, UntraceableError, skeleton, weightless
-from cogvideox_torchax.runtime.user_checks import without_jax_checks
 from cogvideox_torchax.runtime.weights import named_tensors, put_weights
 from cogvideox_torchax.upstream import array_in, is_traced, replace_array
 
@@ -251,7 +250,6 @@ class Program(ArrayProgram):
             self._placed = names, [weakref.ref(weights[name]) for name in names]
         return weights
 
-    @without_jax_checks
     def put(self, inputs: Any) -> Any:
         """Return a tree of arrays or tensors, plain or on JAX, as arrays on the program's devices.
 
@@ -261,7 +259,6 @@ class Program(ArrayProgram):
             inputs = {name: value for name, value in inputs.items() if value is not None}
         return jax.tree.map(lambda value: self.place.put(as_array(value)), inputs)
 
-    @without_jax_checks
     def run_video(self, weights: Any, video: Any, lengths: Sequence[int]) -> Any:
         """Return the results of all chunks of a video, joined in time; `jax.vjp` can differentiate this.
 

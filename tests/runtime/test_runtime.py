@@ -1,11 +1,8 @@
-import contextlib
-
 import jax
 import pytest
 import torch
 
-from cogvideox_torchax import load_pipeline, runtime, terminal
-from tests import reference, small_pipelines
+from cogvideox_torchax import runtime, terminal
 from tests.processes import printed_by
 
 
@@ -63,42 +60,3 @@ assert os.listdir(os.environ["COGVIDEOX_TORCHAX_COMPILE_CACHE"])
 def test_nested_compile_spans_count_once():
     spans = [("c", 0.0, 4.0), ("c", 1.0, 2.0), ("c", 3.0, 5.0), ("other", 0.0, 9.0)]
     assert terminal.covered_seconds(spans, ("c",)) == 5.0
-
-
-# Checks of JAX that a user has turned on for code of their own: the package's code runs all the same.
-
-
-@contextlib.contextmanager
-def checks():
-    with jax.numpy_rank_promotion("raise"), jax.transfer_guard("disallow"):
-        yield
-
-
-def test_the_checks_are_on():
-    """The tests below would see nothing if JAX's contexts did not reach the code that they run."""
-    with checks(), pytest.raises(Exception, match="Disallowed host-to-device transfer"):
-        jax.numpy.ones(3) + 1
-
-
-@pytest.mark.parametrize("build", ["torchax", "flax"])
-@pytest.mark.slow_cases("flax")
-def test_a_vae_encodes_and_decodes_under_them(build):
-    stock, z = reference.small_vae(**reference.TWO_SHALLOW_LEVELS), reference.latents(5, batch=2, height=4)
-    x = reference.video(9, batch=2, height=8, width=16)
-    with checks():
-        made = reference.built(build, stock)
-        made.enable_slicing()  # which cuts a batch and joins it by operations of their own
-        made.encode(reference.beside(made, x)).latent_dist.sample()
-        reference.check_as_stock(made, stock, z, x)
-
-
-@pytest.mark.usefixtures("torchax_off")
-def test_a_pipeline_runs_under_them(tmp_path):
-    pipe = small_pipelines.one_layer()
-    pipe.save_pretrained(tmp_path)
-    wanted = pipe(**small_pipelines.inputs("text", num_inference_steps=1)).frames
-    with checks():
-        loaded = load_pipeline(tmp_path, dtype=torch.float32)
-        loaded.set_progress_bar_config(disable=True)
-        frames = loaded(**small_pipelines.inputs("text", num_inference_steps=1)).frames
-    assert reference.largest_error(frames, wanted) < 1e-4

@@ -46,7 +46,6 @@ def to_torch(path: Keys, parameter: np.ndarray) -> np.ndarray:
 
 
 # A user may have turned on JAX's checks of transfers, which would refuse the copies to a device here.
-@runtime.without_jax_checks
 def read_state(
     abstract: nnx.State, tensors: Iterable[tuple[str, np.ndarray]], *, source: object, param_dtype: DTypeLike
 ) -> nnx.State:
