@@ -77,7 +77,8 @@ def port(
         )
     to_port: Any = uncompiled(model_or_pipeline)  # without torch.compile's wrapper: JAX compiles the model
     is_vae = isinstance(to_port, DiffusersAutoencoder)
-    if not is_vae and not _is_pipeline_or_has_vae(to_port):
+    has_vae = isinstance(getattr(to_port, "vae", None), DiffusersAutoencoder)
+    if not is_vae and not has_vae and not isinstance(to_port, DiffusionPipeline):
         check_vae_class(to_port)  # for a VAE of another package it raises an error with a message of its own
         raise ValueError(
             f"port got {type(to_port).__name__}: it takes diffusers' AutoencoderKLCogVideoX, a pipeline, or "
@@ -104,8 +105,3 @@ def port(
     for model in models:
         forget_programs(model)
     return to_port  # pyright: ignore[reportReturnType]
-
-
-def _is_pipeline_or_has_vae(candidate: Any) -> bool:
-    is_pipeline = isinstance(candidate, DiffusionPipeline)
-    return is_pipeline or isinstance(getattr(candidate, "vae", None), DiffusersAutoencoder)

@@ -128,23 +128,6 @@ def test_a_write_into_a_part_is_right_on_a_mesh(write, attends, shape):
     assert np.abs(np.asarray(result) - expected.numpy()).max() < 1e-4
 
 
-def test_the_smallest_program_that_xla_gets_wrong_is_right_here():
-    """XLA writes in place here, and then reads what it has written (openxla/xla#49176; no mesh is needed).
-
-    base = x + 1; update = reverse(base[1:], dimensions={1})
-    ROOT reshape(dynamic-update-slice(base, update, 1, 0))
-    """
-
-    def compute(x):
-        base = x + 1
-        base[1:] = base[1:].flip(1)
-        return base.reshape(1, 8, 16)
-
-    x = drawn(8, 16)
-    expected = compute(x)
-    assert torch.equal(runtime.to_torch(in_a_program(compute, runtime.to_jax(x))), expected)
-
-
 LIKE = drawn(2, 3, 4, 5)
 ORDERS = {
     "permuted": lambda x: x.permute(0, 2, 1, 3),
