@@ -60,9 +60,11 @@ def known_class(kind: Any) -> type[CompiledNetwork]:
 @functools.cache
 def ported_class(kind: Any) -> type[CompiledNetwork]:
     """Return the class that a network of class `kind` becomes; a ported class is returned unchanged."""
+    if issubclass(kind, CompiledNetwork):
+        return kind
     base = known_class(kind)
-    if issubclass(kind, CompiledNetwork) or kind in KNOWN:
-        return kind if issubclass(kind, CompiledNetwork) else base
+    if kind in KNOWN:
+        return base
     # This package does not know what any other class computes: its methods are compiled as they are.
     compiled = METHODS if base is CompiledNetwork else ()
     members = {name: _compiled_method(kind, name) for name in compiled if hasattr(kind, name)}
