@@ -146,11 +146,15 @@ def plot_memory() -> None:
 def compiling() -> str:
     """Return sentences on the first call of a pipeline's programs, without a compile cache and with it."""
     cold, warm = kept("first-call"), kept("ready")["cpu_seconds"]
-    traced = sum(seconds for name, seconds in warm.items() if name != "imports")
+    traced, read = (
+        sum(seconds for name, seconds in warm[process].items() if name != "imports")
+        for process in ("first", "later")
+    )
     return (
         f"The four programs of a 5b pipeline for one v6e compile in {cold['side by side']:.0f} s on "
-        f"{cold['cores']} CPU cores.\nA later process finds them in the compile cache. To look them up, it "
-        f"traces and lowers them, in {traced:.0f} s of one core,\nafter {warm['imports']:.0f} s of imports."
+        f"{cold['cores']} CPU cores,\nafter {warm['first']['imports']:.0f} s of imports and {traced:.0f} s "
+        "of one core in which they are traced and lowered.\nA later process reads them as they were lowered, "
+        f"in {read:.1f} s, and finds what they compile to in the compile cache."
     )
 
 

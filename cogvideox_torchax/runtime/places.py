@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from cogvideox_torchax.runtime import exported
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
 from cogvideox_torchax.runtime.forks import check_not_forked
 from cogvideox_torchax.upstream import is_tracing
@@ -114,7 +115,7 @@ class ArrayProgram:
 
         # A function of its own, as JAX names a program after its function, and a method cannot be renamed.
         def run(weights: Any, inputs: Any, cache: Any) -> Any:
-            return self._trace(weights, inputs, cache)
+            return exported.call(self._trace, network, self.place, weights, inputs, cache)
 
         run.__name__ = network.name  # in a profile and in the compile cache
         jit_run = functools.partial(
@@ -126,7 +127,7 @@ class ArrayProgram:
         self._compiled = jit_run(compiler_options=self.place.compiler_options())
         # For a caller that runs this program inside a function which JAX traces: it becomes a part of the
         # caller's program, and JAX refuses compiler options for a part.
-        self._compiled_in_another = jit_run()
+        self._compiled_in_another = jax.jit(self._trace, donate_argnums=2)
 
     def _trace(self, weights: Any, inputs: Any, cache: Any) -> Any:
         """Run the network, sharded by the place, and count the call: JAX makes it only to trace a program."""

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from cogvideox_torchax.runtime.bridge import array_of, as_array, jax_dtype
+from cogvideox_torchax.runtime.declared import declared
 from cogvideox_torchax.runtime.device import import_torchax, tracing
 from cogvideox_torchax.runtime.host import on_jax
 from cogvideox_torchax.runtime.layers import check_no_global_hooks, is_profiling, named_layers
@@ -140,6 +141,7 @@ class TorchNetwork:
         # A copy whose weights have no memory, so that a program does not keep the model's weights alive.
         self._module = weightless(module)
         self.name = type(module).__name__
+        self.declared = functools.partial(declared, self._module)
         self.keep_unused = getattr(module, "keep_unused", False)
         self.weights = {
             name: jax.ShapeDtypeStruct(tuple(tensor.shape), jax_dtype(tensor.dtype))
