@@ -57,9 +57,11 @@ def linear(
         The dtype of `x`.
 
     Raises:
-        ValueError: a bias or scale of another length, or `dynamic` without a weight in int8 and its scale.
-        TypeError: channels that the weight does not take.
+        ValueError: channels that the weight does not take, a bias or scale of another length, or `dynamic`
+            without a weight in int8 and its scale.
     """
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"linear got {x.shape[-1]} channels for a weight that takes {weight.shape[1]}")
     _check_weight("linear", weight, bias, scale, dynamic)
     # Sums that are not scaled yet would overflow float16.
     rounded_parts = rounded_parts and (scale is None or x.dtype != jnp.float16)

@@ -696,6 +696,7 @@ REFUSALS = [
     ("downsample", {2: SHORT}, "a bias of shape (1,) for 16 channels"),
     ("downsample", {0: cut(0)}, "it needs N T H W I and kh kw I O"),
     ("downsample", {"first_frame_alone": True}, "got 4 frames: those after the first must be pairs"),
+    ("linear", {0: cut(..., slice(8))}, "8 channels for a weight that takes 16"),
     ("linear", {2: SHORT}, "linear got a bias of shape (1,) for 12 channels"),
     *[
         (name, {"dynamic": True}, f"{name} got dynamic=True for a weight of float32 without a scale: give")
