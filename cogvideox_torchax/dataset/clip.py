@@ -316,7 +316,7 @@ def _framing_and_length(
 
 
 Chunks = Iterator[Any]
-"""Yields the result of each chunk of a clip: in encoding its tensors to keep, in decoding its frames."""
+"""Yields the result of each chunk of a clip: in encoding its posterior, in decoding its frames."""
 
 
 class _ClipUnit:
@@ -435,20 +435,26 @@ class EncodeClip(_ClipUnit):
 
     def encode(self, part: ClipPart) -> Latents:
         """Return the latents of a part of a clip; their `about` is empty for a clip without an id."""
-        config, vae, framing = self.config, self.vae, part.framing
+        config, vae, clip_id = self.config, self.vae, part.clip.id
         with memory.restoring_tiles(vae):
             # A lambda, because encoding begins again, with smaller tiles, if memory runs out.
-            chunks = list(
+            posteriors = list(
                 self._with_tiles_and_progress(
                     ENCODE,
-                    (framing.height, framing.width),
+                    (part.framing.height, part.framing.width),
                     part.num_frames,
-                    lambda: self.encode_chunks(part),
-                    part.clip.id,
+                    lambda: vae.encode_stream(part.stream(), part.num_frames),
+                    clip_id,
                 )
             )
-            about = self._about(part) if part.clip.id else {}  # before the tiles are restored: it names them
-        tensors = {name: torch.cat([chunk[name] for chunk in chunks], dim=2) for name in KEEP[config.keep]}
+            about = self._about(part) if clip_id else {}  # before the tiles are restored: it names them
+        # The seed depends on the clip's id, by a checksum: Python's `hash` differs from process to process.
+        seed = zlib.crc32(f"{config.seed} {clip_id}".encode()) if clip_id else config.seed
+        generator = torch.Generator("cpu").manual_seed(seed)
+        tensors = {
+            name: torch.cat([take(posterior, generator) for posterior in posteriors], dim=2)
+            for name, take in KEEP[config.keep].items()
+        }
         return Latents(
             tensor=tensors[latent_files.TENSOR],
             config=dict(vae.config),
@@ -459,17 +465,6 @@ class EncodeClip(_ClipUnit):
             sample=tensors.get(latent_files.SAMPLE),
             about=about,
         )
-
-    def encode_chunks(self, part: ClipPart) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield, for each chunk, the tensors to keep of its posterior, by their names in a latent file."""
-        config, clip_id = self.config, part.clip.id
-        # The seed depends on the clip's id, by a checksum: Python's `hash` differs from process to process.
-        seed = zlib.crc32(f"{config.seed} {clip_id}".encode()) if clip_id else config.seed
-        generator = torch.Generator("cpu").manual_seed(seed)
-        # By a tensor's name in a latent file: the function that returns the tensor for a posterior.
-        takers = KEEP[config.keep]
-        for posterior in self.vae.encode_stream(part.stream(), part.num_frames):
-            yield {tensor_name: take(posterior, generator) for tensor_name, take in takers.items()}
 
     def _about(self, part: ClipPart) -> dict[str, Any]:
         size = part.framing.height, part.framing.width
