@@ -15,7 +15,7 @@ import torch
 from cogvideox_torchax import runtime, versions
 from cogvideox_torchax.cli import common
 from cogvideox_torchax.cli.commands import DEMO_FRAMES
-from cogvideox_torchax.files import extras, latents as latent_files, reports, sheets, video, whole
+from cogvideox_torchax.files import latents as latent_files, reports, sheets, video, whole
 from cogvideox_torchax.terminal import CompileClock
 from cogvideox_torchax.vae import pixels, quality, tolerances
 
@@ -91,9 +91,6 @@ def _from_prompt(args: argparse.Namespace, output: Path) -> dict[str, Any]:
 
     Write `demo.gif`, which has both and their difference; return lines of the report.
     """
-    with extras.needing("text", "a prompt's video needs transformers and accelerate"):
-        import accelerate  # noqa: F401
-        from transformers import T5EncoderModel  # noqa: F401
     from diffusers.pipelines.cogvideo.pipeline_cogvideox import CogVideoXPipeline
 
     from cogvideox_torchax.pipelines.port import port_pipeline
