@@ -132,17 +132,15 @@ def progress(
 
 def print_results(args: argparse.Namespace, clock: CompileClock, results: dict[str, Any]) -> None:
     """Print the report of a command that has written `args.output`, with the device and the times."""
-    reports.print_report(
-        {
-            "output": args.output,
-            "backend": args.backend,
-            "device": device_name(args.backend),
-            **results,
-            "compile_s": clock.seconds,  # of tracing and compiling
-            "total_s": clock.elapsed,
-        },
-        args.json,
-    )
+    report = {
+        "output": args.output,
+        "backend": args.backend,
+        "device": device_name(args.backend),
+        **results,
+        "compile_s": clock.seconds,  # of tracing and compiling
+        "total_s": clock.elapsed,
+    }
+    reports.print_report(report, args.json)
 
 
 def announcing_clock(args: argparse.Namespace) -> CompileClock:
