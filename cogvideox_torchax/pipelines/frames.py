@@ -37,9 +37,14 @@ class FrameProcessor(VideoProcessor):
         if output_type == "pil" and runtime.on_jax(video) and is_usual:
             video = to_bytes(video)
         video = runtime.to_torch(video)
-        if video.dtype != torch.uint8:
+        if video.dtype == torch.uint8:
+            return [[_picture(frame_CHW) for frame_CHW in video_CTHW.unbind(1)] for video_CTHW in video]
+        if output_type not in ("np", "pt") or not is_usual:
             return super().postprocess_video(video, output_type, **kwargs)
-        return [[_picture(frame_CHW) for frame_CHW in video_CTHW.unbind(1)] for video_CTHW in video]
+        axes = (0, 2, 3, 4, 1) if output_type == "np" else (0, 2, 1, 3, 4)
+        frames = video.permute(axes).clone(memory_format=torch.contiguous_format)
+        frames.mul_(0.5).add_(0.5).clamp_(0, 1)
+        return frames if output_type == "pt" else frames.float().numpy()
 
 
 def _picture(frame_CHW: torch.Tensor) -> Image.Image:

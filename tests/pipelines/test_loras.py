@@ -1,9 +1,10 @@
-"""LoRAs on a ported pipeline: loaded before and after the port, fused, scaled and removed."""
+"""LoRAs on a ported pipeline: loaded before and after the port, fused, scaled, removed, and of few steps."""
 
 import copy
 
 import pytest
 import torch
+from diffusers import CogVideoXDPMScheduler
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
@@ -11,7 +12,7 @@ from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.vae.tolerances import relative_error
 from tests import small_pipelines
 from tests.pipelines.test_eight_bits import rounded
-from tests.pipelines.test_pipeline import TOLERANCE, latents, port_to
+from tests.pipelines.test_pipeline import TOLERANCE, frames, latents, port_to
 from tests.pipelines.test_pipeline_examples import loaded
 from tests.pipelines.test_unknown_networks import consisid, faces
 
@@ -102,19 +103,75 @@ def test_an_adapter_of_the_transformer_alone_is_added_and_saved_after_porting(sa
     assert all(torch.equal(*pair) for pair in zip(added, read, strict=True))
 
 
+# Few steps, as the files of distilled models are made and used: by `load_lora_weights`, without guidance
+
+RANKS = {"to_q": 2, "to_k": 4, "to_v": 2, "to_out.0": 3, "ff.net.0.proj": 4, "ff.net.2": 2}
+ALPHAS = {
+    "target_modules": [*RANKS],
+    "r": 2,
+    "rank_pattern": RANKS,
+    "lora_alpha": 3,
+    "alpha_pattern": {"to_k": 8, "ff.net.2": 1},
+}
+"""What newer files have beside their matrices; in older ones each alpha is the rank."""
+
+
+def few_step_lora(form, path):
+    """Save a LoRA of several ranks on all projections of the blocks, with the keys of one of the `FORMS`."""
+    generator, layers = torch.Generator().manual_seed(5), {}
+    for name, module in small_pipelines.transformer("5b", num_layers=1).named_modules():
+        rank = next((rank for ending, rank in RANKS.items() if name.endswith(ending)), None)
+        if rank is not None:
+            for part, size in (("A", (rank, module.in_features)), ("B", (module.out_features, rank))):
+                layers[f"{name}.lora_{part}.weight"] = torch.randn(size, generator=generator) * 0.2
+    if form == "alphas":
+        metadata = {"transformer_lora_adapter_metadata": ALPHAS}
+        small_pipelines.CLASSES["text"].save_lora_weights(path, transformer_lora_layers=layers, **metadata)
+        return
+    old = {"lora_A": "lora.down", "lora_B": "lora.up"} if form == "older names" else {}
+    for new_name, old_name in old.items():
+        layers = {name.replace(new_name, old_name): matrix for name, matrix in layers.items()}
+    layers = {f"transformer.{name}": matrix for name, matrix in layers.items()}
+    save_file(layers, path / "pytorch_lora_weights.safetensors")
+
+
+def in_few_steps(pipe):
+    options = {"timestep_spacing": "trailing"}
+    pipe.scheduler = CogVideoXDPMScheduler.from_config(pipe.scheduler.config, **options)
+    return frames(pipe, num_inference_steps=4, guidance_scale=1.0)
+
+
+@pytest.mark.parametrize("mesh", [None, (2, 2), (1, 4)])
+@pytest.mark.parametrize("form", ["diffusers' names", "older names", "alphas"])
+@pytest.mark.slow_cases("older names-*", "diffusers' names-mesh*", "alphas-mesh2")
+def test_a_lora_of_few_steps_makes_what_it_makes_in_pytorch_whether_fused_or_not(saved, form, mesh, tmp_path):
+    few_step_lora(form, tmp_path)
+    stock, ported = loaded(saved), loaded(saved)
+    plain = in_few_steps(stock)
+    for pipe in (stock, ported):
+        pipe.load_lora_weights(tmp_path)
+    port(ported, mesh=make_mesh(*mesh) if mesh else None)
+    want = in_few_steps(stock)
+    assert relative_error(plain, want) > 0.01
+    assert relative_error(in_few_steps(ported), want) < TOLERANCE
+    ported.fuse_lora()
+    assert relative_error(in_few_steps(ported), want) < TOLERANCE
+
+
 @pytest.mark.parametrize("weights", ["int8", "int8-dynamic"])
-def test_a_lora_is_fused_before_the_weights_are_rounded(saved, lora, weights):
+def test_a_lora_is_fused_before_the_weights_are_rounded(saved, weights, tmp_path):
+    few_step_lora("diffusers' names", tmp_path)
     stock, ported = loaded(saved), loaded(saved)
     for pipe in (stock, ported):
-        pipe.load_lora_weights(lora)
+        pipe.load_lora_weights(tmp_path)
         pipe.fuse_lora()
         pipe.unload_lora_weights()
     port(ported, weights=weights)
     assert "int8" in {runtime.dtype_name(weight.dtype) for weight in ported.transformer.parameters()}
-    exact = latents(stock)
+    exact = in_few_steps(stock)
     for network in (stock.transformer, stock.text_encoder):
         rounded(network, weights)
-    want = latents(stock)
+    want = in_few_steps(stock)
     assert relative_error(want, exact) > 10 * TOLERANCE
     # A token that is rounded to another integer than in PyTorch differs by up to 1e-3 (`test_eight_bits`).
-    assert relative_error(latents(ported), want) < (TOLERANCE if weights == "int8" else 5e-3)
+    assert relative_error(in_few_steps(ported), want) < (TOLERANCE if weights == "int8" else 5e-3)

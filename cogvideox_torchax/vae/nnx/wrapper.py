@@ -163,6 +163,10 @@ class FlaxVAEForPipelines(ChunkedVAE):
             raise ValueError("the wrapper passes no gradients on: take them of `flax_vae` with jax.grad")
         return self
 
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Return the number of parameters; diffusers' options have no effect."""
+        return sum(parameter.size for parameter in jax.tree.leaves(nnx.state(self.flax_vae, nnx.Param)))
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the computation, of inputs and of results."""
