@@ -677,3 +677,16 @@ def test_a_server_that_ends_stops_the_running_video(app, gated):
         wait(client, ask(client, "slow", steps=1000), status="in_progress")
         threading.Timer(0.5, gated.steps.release).start()
     assert gated.prompts[len(SIZES) :] == ["slow"]
+
+
+def test_a_browser_shows_the_first_chunk_while_the_second_is_not_decoded(site, gated_vae, upload, page):
+    page.goto(site)
+    page.set_input_files("#file", upload)
+    page.wait_for_function("document.getElementById('video').naturalWidth === 12", timeout=30_000)
+    before = page.locator("#video").screenshot()
+    assert not gated_vae.go.is_set()
+    gated_vae.go.set()
+    deadline = time.monotonic() + 30
+    while page.locator("#video").screenshot() == before and time.monotonic() < deadline:
+        page.wait_for_timeout(100)
+    assert page.locator("#video").screenshot() != before, "later frames take the place of the first"

@@ -246,3 +246,18 @@ def test_a_picture_is_seen_through_a_moving_camera(program):
     batch = (crops(program, colored(60, 80, [99])) + 1) * 127.5
     steps = batch[:, :2].mean((3, 4)).diff(dim=2).abs() / 3
     assert 0.1 < steps.mean() < 1, "pixels of the picture that the camera moves in a frame"
+
+
+def test_augmented_crops_are_cut_reversed_mirrored_and_tinted(program):
+    video = torch.full((20, 3, 40, 60), 40, dtype=torch.uint8)
+    video[10:, :, :, 30:] = 200
+    plain, augmented = (crops(program, video, augment=augment) for augment in (False, True))
+    rising = [batch.mean((1, 3, 4)).diff(dim=1) for batch in (plain, augmented)]
+    assert rising[0].min() >= -1e-6
+    assert rising[1].min() < -0.1, "reversed in time, or cut to another scene"
+    leftward = [batch[..., 0].mean() - batch[..., -1].mean() for batch in (plain, augmented)]
+    assert leftward[0] < -0.3 < leftward[1]
+    colors = [(batch - batch.mean(1, keepdim=True)).abs().amax((1, 2, 3, 4)) for batch in (plain, augmented)]
+    assert colors[0].max() < 1e-6
+    assert 0.3 < (colors[1] > 0.01).float().mean() < 0.7
+    assert (augmented.abs() <= 1).all()

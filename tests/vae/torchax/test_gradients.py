@@ -280,3 +280,26 @@ def test_optimizers_and_averages_are_as_in_pytorch(optimizer):
     results = trained([nn.Parameter(runtime.to_jax(each)) for each in plain])
     for result, want in zip(results, expected, strict=True):
         assert reference.largest_error(runtime.to_torch(result), want) < 1e-5
+
+
+COMPOSED = {
+    "clamp": lambda x: x.clamp(0, 1),
+    "clip": lambda x: x.clip(min=0),
+    "where": lambda x: torch.where(x > 0, x, 0.0),
+    "prod": lambda x: x.prod(0),
+}
+
+
+@pytest.mark.parametrize("on", ["cpu", "jax"])
+@pytest.mark.parametrize("function", COMPOSED.values(), ids=COMPOSED)
+def test_gradients_that_torch_composes_are_pytorchs_while_torchax_is_on(function, on):
+    def gradient(x):
+        leaf = x.detach().requires_grad_()
+        function(leaf).sum().backward()
+        return leaf.grad
+
+    x = LATENTS[0, :3, 0]
+    expected = gradient(x)
+    result = gradient(x.to(on))
+    assert runtime.on_jax(result) == (on == "jax")
+    assert reference.largest_error(runtime.to_torch(result), expected) < 1e-6
