@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import torch
+from diffusers.configuration_utils import FrozenDict
 from jax.sharding import Mesh, PartitionSpec
 from torch import nn
 
@@ -50,7 +51,9 @@ def _text(value: Any, met: dict[int, tuple[int, Any]]) -> str:
     named = value if isinstance(value, type) or inspect.isroutine(value) else type(value)
     name = f"{named.__module__}.{named.__qualname__}"
     if isinstance(value, Mapping):
-        return f"{name}({', '.join(f'{_text(key, met)}: {_text(value[key], met)}' for key in value)})"
+        # In a config of diffusers, names with an underscore say where the config comes from.
+        keys = [key for key in value if not (isinstance(value, FrozenDict) and key.startswith("_"))]
+        return f"{name}({', '.join(f'{_text(key, met)}: {_text(value[key], met)}' for key in keys)})"
     if isinstance(value, list | tuple | set | frozenset):
         texts = [_text(item, met) for item in value]
         return f"{name}({', '.join(texts if isinstance(value, list | tuple) else sorted(texts))})"

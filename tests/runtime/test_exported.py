@@ -1,5 +1,9 @@
 """A later process traces no program of a stock network anew, and takes no other program's file."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import pytest
 import torch
@@ -8,6 +12,7 @@ from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.runtime import exported
 from cogvideox_torchax.runtime.programs import TorchNetwork
 from tests import reference, small_pipelines
+from tests.processes import ROOT
 
 
 @pytest.fixture
@@ -86,11 +91,37 @@ def test_what_a_program_depends_on_changes_the_name_of_its_file(change, director
     assert len(files(directory)) == 2 * len(before) > 0
 
 
+def test_where_a_config_comes_from_does_not_count(directory, vae, decode):
+    decode()
+    before = files(directory)
+    vae.register_to_config(_name_or_path="elsewhere", _use_default_values=["sample_width", "act_fn"])
+    decode()
+    assert files(directory) == before
+
+
 def test_another_size_has_files_of_its_own(directory, decode):
     decode()
     before = files(directory)
     decode(reference.latents(3, height=8))
     assert len(files(directory)) == 2 * len(before) > 0
+
+
+CHILD = """
+from cogvideox_torchax import port
+from cogvideox_torchax.runtime import exported
+from tests import small_pipelines
+exported.PLATFORMS = ("cpu",)
+pipe = port(small_pipelines.one_layer("text"))
+pipe(**small_pipelines.inputs("text", num_inference_steps=1, output_type="pt"))
+"""
+
+
+@pytest.mark.slow
+def test_processes_whose_sets_have_another_order_share_the_files(tmp_path):
+    for seed in "12":
+        variables = {"PYTHONHASHSEED": seed, "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+        subprocess.run([sys.executable, "-c", CHILD], cwd=ROOT, env=os.environ | variables, check=True)
+    assert len(files(tmp_path)) == 3, "of the prompt, of a step, and of the one chunk"
 
 
 def test_a_broken_file_is_made_again(directory, decode):
