@@ -83,7 +83,7 @@ HOMES = {
     }
     for package, file in (
         ("cogvideox_torchax", "cogvideox_torchax/__init__.pyi"),
-        ("cogvideox_torchax.flax", "cogvideox_torchax/flax/__init__.py"),
+        ("cogvideox_torchax.flax", "cogvideox_torchax/flax/__init__.pyi"),
     )
 }
 """By a name that a package imports lazily, its module."""
