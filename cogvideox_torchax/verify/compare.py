@@ -234,7 +234,7 @@ class Verifier:
         torch_whole: dict[str, WholeError] = {}
         for each in baseline:
             say("PyTorch's own bfloat16 run")
-            torch_whole, _ = self._encode_and_decode(each)
+            torch_whole, _ = self._encode_and_decode(each, torch_whole)
         results = []
         for candidate, layers in zip(candidates, differences, strict=False):
             dtype = candidate.vae.dtype
@@ -242,13 +242,17 @@ class Verifier:
             errors = [
                 layer_error(name, dtype, chunks, torch_rms.get(name, 0)) for name, chunks in layers.items()
             ]
-            whole, contracts = self._encode_and_decode(candidate)
-            contracts = [*_whole_contracts(dtype, whole, torch_whole), *contracts]
+            whole, contracts = self._encode_and_decode(candidate, torch_whole)
             results.append(Result(candidate.name, runtime.dtype_name(dtype), errors, whole, contracts))
         return results
 
-    def _encode_and_decode(self, candidate: Backend) -> tuple[dict[str, WholeError], list[Contract]]:
-        """Return a candidate's error by direction, and the contracts on shapes and streaming."""
+    def _encode_and_decode(
+        self, candidate: Backend, torch_whole: dict[str, WholeError]
+    ) -> tuple[dict[str, WholeError], list[Contract]]:
+        """Return a candidate's error by direction, and the contracts on shapes, errors and streaming.
+
+        `torch_whole` has the errors of PyTorch in bfloat16, by direction; none if no candidate needs them.
+        """
         errors: dict[str, WholeError] = {}
         contracts = []
         for direction in Direction:
@@ -259,14 +263,19 @@ class Verifier:
             contracts.append(Contract(shapes, float(got.shape != want.shape), 0))
             if not contracts[-1].passed:  # such a result has no error
                 continue
-            errors[direction] = compare_whole(got, want, pixels=direction == DECODE)
+            errors[direction] = error = compare_whole(got, want, pixels=direction == DECODE)
+            # In float32 the relative error is measured, in bfloat16 the RMS error over that of PyTorch, which
+            # `contract` does not read in float32: there the candidate's own stands in.
+            torch_rms = torch_whole.get(direction, error).rms
+            name, *bound = tolerances.contract(candidate.vae.dtype, error.relative, error.rms, torch_rms)
+            contracts.append(Contract(f"{direction}: {name}", *bound))
             if direction == DECODE and hasattr(candidate.vae, "decode_stream"):
                 # `decode_stream` does the work of `decode` in another order, so even in bfloat16 both must
                 # agree within the tolerance of float32.
                 streamed = torch.cat(list(candidate.vae.decode_stream(x)), dim=2)
-                error = tolerances.relative_error(streamed, got)
+                relative = tolerances.relative_error(streamed, got)
                 name = "decode_stream: relative error to decode"
-                contracts.append(Contract(name, error, tolerances.FLOAT32_RELATIVE))
+                contracts.append(Contract(name, relative, tolerances.FLOAT32_RELATIVE))
         return errors, contracts
 
 
@@ -283,17 +292,3 @@ def compare_whole(got: torch.Tensor, want: torch.Tensor, pixels: bool) -> WholeE
         psnr=[psnr for psnr, _ in scores],
         ssim=[similarity for _, similarity in scores],
     )
-
-
-def _whole_contracts(
-    dtype: torch.dtype, whole: dict[str, WholeError], torch_whole: dict[str, WholeError]
-) -> list[Contract]:
-    """Return the contracts on the errors of whole results; `torch_whole` are those of PyTorch in bfloat16."""
-    contracts = []
-    for direction, error in whole.items():
-        # In float32 the relative error is measured, in bfloat16 the RMS error over that of PyTorch, which
-        # `contract` does not read in float32: there the candidate's own stands in.
-        torch_error = torch_whole.get(direction, error)
-        name, *bound = tolerances.contract(dtype, error.relative, error.rms, torch_error.rms)
-        contracts.append(Contract(f"{direction}: {name}", *bound))
-    return contracts
