@@ -11,7 +11,7 @@ measured value of a candidate, such as an error, with its bound.
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -140,26 +140,32 @@ def differences_of(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float,
 
 
 def compare_layers(
-    reference: Backend, candidates: list[Backend], direction: Direction, x: torch.Tensor
+    reference: Backend,
+    candidates: list[Backend],
+    inputs: Mapping[Direction, torch.Tensor],
+    say: Callable[[str], None],
 ) -> list[Layers]:
     """Run the reference and all candidates over the same chunks, and compare the outputs of layers.
 
-    Return, for each candidate in order, the differences of the layers that its backend has. `x` is the
-    direction's whole input (N, C, T, H, W): a video, or latents.
+    Return, for each candidate in order, the differences of the layers that its backend has. `inputs` are, by
+    direction, the whole input (N, C, T, H, W): a video, or latents. `say` gets a line for each direction.
     """
-    # A recorder takes a chunk and a cache, None for the first chunk. It returns the outputs, by name, of the
-    # layers whose names `LAYER_NAME` matches, and the cache for the next chunk.
-    recorders = [each.recorder(direction, LAYER_NAME.fullmatch) for each in (reference, *candidates)]
     differences: list[Layers] = [{} for _ in candidates]
-    caches = [None] * len(recorders)
-    for span in direction.chunks(reference.vae, x.shape[2]):
-        chunk, wanted = x[:, :, span.start : span.stop], {}
-        for i, each in enumerate((reference, *candidates)):
-            placed = each.put(chunk.to(each.vae.dtype))  # on the backend's device
-            outputs, caches[i] = recorders[i](placed, caches[i])
-            wanted = wanted or outputs  # the reference's, which runs first
-            for name in filter(outputs.__contains__, wanted if i else ()):
-                differences[i - 1].setdefault(name, []).append(differences_of(outputs[name], wanted[name]))
+    for direction, x in inputs.items():
+        say(f"{direction}: layer by layer")
+        # A recorder takes a chunk and a cache, None for the first chunk. It returns the outputs, by name, of
+        # the layers whose names `LAYER_NAME` matches, and the cache for the next chunk.
+        recorders = [each.recorder(direction, LAYER_NAME.fullmatch) for each in (reference, *candidates)]
+        caches = [None] * len(recorders)
+        for span in direction.chunks(reference.vae, x.shape[2]):
+            chunk, wanted = x[:, :, span.start : span.stop], {}
+            for i, each in enumerate((reference, *candidates)):
+                placed = each.put(chunk.to(each.vae.dtype))  # on the backend's device
+                outputs, caches[i] = recorders[i](placed, caches[i])
+                wanted = wanted or outputs  # the reference's, which runs first
+                for name in filter(outputs.__contains__, wanted if i else ()):
+                    layer_differences = differences[i - 1].setdefault(name, [])
+                    layer_differences.append(differences_of(outputs[name], wanted[name]))
     return differences
 
 
@@ -222,14 +228,7 @@ class Verifier:
             make_candidate("torch", torch.bfloat16, self.reference.vae)
             for _ in range(any(candidate.vae.dtype == torch.bfloat16 for candidate in candidates))
         ]
-        differences: list[Layers] = [{} for _ in (*candidates, *baseline)]
-        for direction in Direction:
-            say(f"{direction}: layer by layer")
-            compared = compare_layers(
-                self.reference, [*candidates, *baseline], direction, self.inputs[direction]
-            )
-            for layers, of_direction in zip(differences, compared, strict=True):
-                layers |= of_direction
+        differences = compare_layers(self.reference, [*candidates, *baseline], self.inputs, say)
         torch_rms = {name: max(rms for *_, rms in chunks) for name, chunks in differences[-1].items()}
         torch_whole: dict[str, WholeError] = {}
         for each in baseline:
