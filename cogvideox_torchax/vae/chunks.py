@@ -14,9 +14,6 @@ from typing import Any
 Step = Callable[[Any, Any], tuple[Any, Any]]
 """A function that runs a chunk: (chunk, cache) -> (result, next cache). The first cache is None."""
 
-LATENT_FRAMES_A_CHUNK = 2
-SAMPLE_FRAMES_A_CHUNK = 8
-
 
 def plan(num_frames: int, frames_a_chunk: int) -> list[range]:
     """Return the range of frames of each chunk of a video.

@@ -187,18 +187,13 @@ class Placement(MeshPlace):
 
 @dataclass(frozen=True)
 class VideoPlacement(MeshPlace):
-    """The sharding of a VAE whose layers cannot split a width: each device runs whole videos.
+    """The sharding of a VAE whose layers cannot split a width: each device runs whole videos, NCTHW.
 
     A batch is split over "dp" if that divides it; other devices repeat the work.
-
-    Attributes:
-        axes: the order of axes of chunks and results.
     """
 
-    axes: Axes = NCTHW
-
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
-        videos = "dp" if inputs.shape[self.axes.index("N")] % self.mesh.shape["dp"] == 0 else None
+        videos = "dp" if inputs.shape[0] % self.mesh.shape["dp"] == 0 else None
 
         def spec(axes: Axes) -> PartitionSpec:
             return PartitionSpec(*(videos if axis == "N" else None for axis in axes))
@@ -206,8 +201,8 @@ class VideoPlacement(MeshPlace):
         result, cache = jax.shard_map(
             run,
             mesh=self.mesh,
-            in_specs=(spec(self.axes), spec(HWNTC)),
-            out_specs=(spec(self.axes), spec(HWNTC)),
+            in_specs=(spec(NCTHW), spec(HWNTC)),
+            out_specs=(spec(NCTHW), spec(HWNTC)),
             check_vma=False,  # a Pallas kernel does not say over which mesh axes its results vary
         )(inputs, cache)
         return jax.lax.with_sharding_constraint((result, cache), self.replicated)

@@ -131,8 +131,8 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         tiles: the settings of overlapping tiles, for frames larger than a tile; None for whole frames.
     """
 
-    num_sample_frames_batch_size = chunks.SAMPLE_FRAMES_A_CHUNK
-    num_latent_frames_batch_size = chunks.LATENT_FRAMES_A_CHUNK
+    num_sample_frames_batch_size = 8  # frames of a chunk to encode, by diffusers' name
+    num_latent_frames_batch_size = 2  # latent frames of a chunk to decode
 
     def __init__(
         self,
@@ -270,7 +270,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         Raises:
             ValueError: the videos have another rank, number of channels or size, or a NaN or Inf.
         """
-        return Posterior.from_moments(self._joined_results(ENCODE, x))
+        return Posterior.from_moments(runtime.concatenate(list(self._stream(ENCODE, x)), 1))
 
     def decode(self, z: jax.Array) -> jax.Array:
         """Decode latents (N, t, h, w, C), not scaled by `scaling_factor`, to frames in about [-1, 1].
@@ -278,7 +278,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         Raises:
             ValueError: the latents have another rank or number of channels, or a NaN or Inf.
         """
-        return self._joined_results(DECODE, z)
+        return runtime.concatenate(list(self._stream(DECODE, z)), 1)
 
     def encode_stream(self, x: jax.Array) -> Iterator[Posterior]:
         """Encode chunk by chunk; a chunk is computed when its latents are asked for."""
@@ -297,9 +297,6 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         if output_dtype is not None and jnp.dtype(output_dtype) != jnp.uint8:
             raise ValueError(f"decode_stream got output_dtype {output_dtype}: None or jnp.uint8")
         return self._stream(DECODE, z, as_uint8=output_dtype is not None)
-
-    def _joined_results(self, direction: Direction, x: jax.Array) -> jax.Array:
-        return runtime.concatenate(list(self._stream(direction, x)), 1)
 
     def _stream(self, direction: Direction, x: jax.Array, **options: bool) -> Iterator[jax.Array]:
         """Check an input, and return an iterator over its chunks' results; `options` are those of `step`."""

@@ -206,7 +206,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE):
             return runtime.Program(network)
         if change is not None:
             # Diffusers' own operations do not keep the padding of a split width zero.
-            return runtime.Program(network, VideoPlacement(self.mesh, NCTHW))
+            return runtime.Program(network, VideoPlacement(self.mesh))
         # The input columns of a latent pixel, 8 or 1, must be on one device.
         unit = network.direction.scale(self.spatial_compression_ratio)
         return runtime.Program(network, Placement(self.mesh, NCTHW, unit))
