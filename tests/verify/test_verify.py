@@ -11,8 +11,7 @@ import torch
 
 from cogvideox_torchax import cli
 from cogvideox_torchax.backends import Backend, backend
-from cogvideox_torchax.vae.quality import ssim
-from cogvideox_torchax.vae.tolerances import psnr
+from cogvideox_torchax.vae.tolerances import psnr, ssim
 from cogvideox_torchax.verify import compare, report
 from tests import reference
 

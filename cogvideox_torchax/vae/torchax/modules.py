@@ -29,7 +29,6 @@ from cogvideox_torchax.vae import blocks
 from cogvideox_torchax.vae.placement import OnColumns
 from jax_kernels.common.columns import WHOLE
 
-Cache = dict[str, Any]
 Parts = Mapping[str, tuple[type, ...]]
 """By the name of a module inside, the classes for which a kernel stands in (`runtime.trees`)."""
 
@@ -153,8 +152,8 @@ class SpatialNorm3D(OnColumns, diffusers_vae.CogVideoXSpatialNorm3D):
     }
 
     def forward(
-        self, f: torch.Tensor, zq: torch.Tensor, conv_cache: Cache | None = None
-    ) -> tuple[torch.Tensor, Cache]:
+        self, f: torch.Tensor, zq: torch.Tensor, conv_cache: blocks.Cache | None = None
+    ) -> tuple[torch.Tensor, blocks.Cache]:
         """Norm `f` and modulate it by the latents; return the result and the next cache.
 
         With the kernel the cache is empty, because convolutions of 1x1x1 need none.
@@ -191,8 +190,8 @@ class ResnetBlock3D(OnColumns, diffusers_vae.CogVideoXResnetBlock3D):
         inputs: torch.Tensor,
         temb: torch.Tensor | None = None,
         zq: torch.Tensor | None = None,
-        conv_cache: Cache | None = None,
-    ) -> tuple[torch.Tensor, Cache]:
+        conv_cache: blocks.Cache | None = None,
+    ) -> tuple[torch.Tensor, blocks.Cache]:
         """Run the block on a chunk; return the result and the next cache.
 
         The VAE passes no time embedding `temb`, which no kernel takes.
@@ -244,8 +243,8 @@ class CogVideoXDecoder3D(OnColumns, diffusers_vae.CogVideoXDecoder3D):
     }
 
     def forward(
-        self, sample: torch.Tensor, temb: torch.Tensor | None = None, conv_cache: Cache | None = None
-    ) -> tuple[torch.Tensor, Cache]:
+        self, sample: torch.Tensor, temb: torch.Tensor | None = None, conv_cache: blocks.Cache | None = None
+    ) -> tuple[torch.Tensor, blocks.Cache]:
         """Decode a chunk `sample` of latents; return its frames and the next cache.
 
         The VAE passes no time embedding `temb`.
@@ -253,7 +252,7 @@ class CogVideoXDecoder3D(OnColumns, diffusers_vae.CogVideoXDecoder3D):
         if not runs_kernel(self, sample):
             return super().forward(sample, temb, conv_cache)  # pyright: ignore[reportReturnType]
         cache = conv_cache or {}
-        new_cache: Cache = {}
+        new_cache: blocks.Cache = {}
         hidden, new_cache["conv_in"] = self.conv_in(sample, conv_cache=cache.get("conv_in"))
         up_blocks = {f"up_block_{index}": block for index, block in enumerate(self.up_blocks)}
         # With checkpointing a backward pass computes a block's activations again.
