@@ -44,10 +44,6 @@ class Split:
         return jax.lax.axis_size(self.columns) if self.in_shard else 1
 
     @property
-    def has_neighbours(self) -> bool:
-        return self.shards > 1
-
-    @property
     def is_padded(self) -> bool:
         return self.real != self.padded
 
@@ -141,7 +137,7 @@ def add_from_neighbours(
     and `right` behind them, and convolves.
     """
     reach = kernel.shape[-3] // 2  # the columns that the kernel sees on either side of its middle one
-    if not reach or not split.has_neighbours:
+    if not reach or split.shards == 1:
         return y
     left, right = neighbours_of(split, x, reach)
     left_taps, right_taps = kernel[..., :reach, :, :], kernel[..., reach + 1 :, :, :]

@@ -297,5 +297,5 @@ def finish(target: Target, sums: Array, bias: Array | None, residual: Array | No
     if y.shape[-1] >= LANES:
         return store_pixels_first(target, y)  # frames in the sublanes of tiles, channels in their lanes
     # Few channels leave most lanes of a tile empty. Columns fill them, but a shard may have too few columns.
-    columns_fill_lanes = y.shape[-1] <= FEW and not target.split.has_neighbours
+    columns_fill_lanes = y.shape[-1] <= FEW and target.split.shards == 1
     return store_columns_last(target, y) if columns_fill_lanes else y

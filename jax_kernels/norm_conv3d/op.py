@@ -303,7 +303,7 @@ def _convolve_run(
     conv_sizes = sizes.sizes_of(x, coefficient_rows, registers, kernel.shape[-1], residual is not None)
     # The kernel takes the columns beside a strip as zeros, which is right if one strip has the whole frame.
     edges = None
-    if conv_sizes.strips > 1 or split.has_neighbours:
+    if conv_sizes.strips > 1 or split.shards > 1:
         edges = _edge_sums(target, x, cache, kernel, coefficients, conv_sizes)
     # The number of this shard's columns that are not padding.
     true_width = split.real_columns_here(columns) if split.is_padded else None
@@ -379,7 +379,7 @@ def _edge_sums(
     left_edges = [convolve(activated(start - 1), kernel[:, :, 0]) for start in starts]
     right_edges = [convolve(activated(start), kernel[:, :, -1]) for start in starts]
     # The left edge of the leftmost strip and the right edge of the rightmost one, by the neighbours' columns.
-    if target.split.has_neighbours:
+    if target.split.shards > 1:
         # Each device sends its first column to the left and its last one to the right. It gets the last
         # column of its left neighbour, and the first one of its right neighbour.
         left, right = exchanged(target.split, activated(0), activated(x.shape[3] - 1))

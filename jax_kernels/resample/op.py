@@ -159,7 +159,7 @@ def _by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None, *, e
     split = target.split
     bias = jnp.zeros(kernel.shape[-1:], kernel.dtype) if bias is None else bias
     # The columns (left, right) of the neighbouring shards; None for a whole frame, which has zeros beside it.
-    beside = neighbours_of(split, x, 1) if split.has_neighbours else None
+    beside = neighbours_of(split, x, 1) if split.shards > 1 else None
     # The result has twice the width of `x`, and its columns from `true_width` on are padding.
     true_width = split.real_columns_here(2 * x.shape[3]) if split.is_padded else None
     return upsampled.upsampled(x, kernel, bias, beside, true_width, expand_time)
@@ -309,7 +309,7 @@ def _downsample_shard(
         return _convolved_sums(target, x, kernel, ((0, 1), columns), stride=2)
 
     y = convolve(x, kernel, (0, 1))  # a column of zeros on the right, as diffusers pads
-    if target.split.has_neighbours:
+    if target.split.shards > 1:
         if x.shape[3] % 2:
             raise ValueError(
                 f"downsample got shards of {x.shape[3]} columns: over several an even number is needed"
