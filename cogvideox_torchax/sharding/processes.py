@@ -24,9 +24,6 @@ TIMEOUT = 60
 CALL_TIMEOUT = 600
 """Seconds to wait for a process that is alive and has not made the same call: it may still load weights."""
 
-Calls = dict[int, Any]
-"""What each process calls, by its number."""
-
 
 class ProcessError(ValueError):
     """Processes that cannot connect, or that do not make the same call; the message says what to change."""
@@ -133,7 +130,7 @@ def check_same(mesh: Mesh | None, call: Mapping[str, Any]) -> None:
             )
 
 
-def _gathered(some: Sequence[Any], call: Mapping[str, Any]) -> Calls:
+def _gathered(some: Sequence[Any], call: Mapping[str, Any]) -> dict[int, Any]:
     """Return the calls of all processes that some devices are of, by the processes' numbers."""
     processes = {device.process_index for device in some}
     # All devices of these processes, which are the same in each, even if their meshes differ.
@@ -151,7 +148,7 @@ def _gathered(some: Sequence[Any], call: Mapping[str, Any]) -> Calls:
     return {each.process_index: json.loads(row.tobytes()) for each, row in zip(devices, rows, strict=True)}
 
 
-def _in_time(gather: Callable[[], Calls]) -> Calls:
+def _in_time(gather: Callable[[], dict[int, Any]]) -> dict[int, Any]:
     """Return `gather()`; raise `ProcessError` if it fails, or does not end within `CALL_TIMEOUT` seconds."""
     try:
         # JAX itself waits for ever. The thread of this pool is a daemon: neither the pool's end nor Python's

@@ -90,8 +90,13 @@ def verdict(result: Result) -> str:
 def markdown(results: list[Result], about: dict[str, Any]) -> str:
     """Return the whole report as a Markdown page; `about` are facts of the run, by name."""
     facts = "\n".join(f"- {key}: {value}" for key, value in about.items())
-    parts = ["# verify", facts, "\n".join(f"    {verdict(result)}" for result in results)]
-    parts += ["## Contracts", contracts_table(results), "## As a whole", whole_table(results)]
+    parts = [
+        "# verify",
+        facts,
+        "\n".join(f"    {verdict(result)}" for result in results),
+        *("## Contracts", contracts_table(results)),
+        *("## As a whole", whole_table(results)),
+    ]
     for result in results:
         parts += [f"## Layers: {result.backend} {result.dtype}", layers_table(result)]
     return "\n\n".join(parts) + "\n"

@@ -39,10 +39,9 @@ def to_nnx(path: Keys, tensor: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(np.moveaxis(tensor, (1, 0), (-2, -1))) if path[-1] == "kernel" else tensor
 
 
-def to_torch(path: Keys, parameter: np.ndarray) -> np.ndarray:
-    """Return the parameter at `path`, rearranged to torch's layout."""
-    is_kernel = path[-1] == "kernel"
-    return np.ascontiguousarray(np.moveaxis(parameter, (-1, -2), (0, 1))) if is_kernel else parameter
+def to_torch(path: Keys, array: np.ndarray) -> np.ndarray:
+    """Return the array of the parameter at `path`, rearranged to torch's layout."""
+    return np.ascontiguousarray(np.moveaxis(array, (-1, -2), (0, 1))) if path[-1] == "kernel" else array
 
 
 # A user may have turned on JAX's checks of transfers, which would refuse the copies to a device here.
