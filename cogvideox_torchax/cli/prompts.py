@@ -16,8 +16,8 @@ from cogvideox_torchax.cli import batch, devices
 from cogvideox_torchax.cli.commands import SEEDS
 from cogvideox_torchax.cli.generation import Generator, Request, Stage, check
 from cogvideox_torchax.dataset import loop, sources
+from cogvideox_torchax.dataset.clip import ClipError, check_id
 from cogvideox_torchax.dataset.directory import OutputDirectory
-from cogvideox_torchax.dataset.names import ClipError, check_id
 from cogvideox_torchax.files import faults
 from cogvideox_torchax.pipelines import description
 

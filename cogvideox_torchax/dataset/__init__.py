@@ -1,6 +1,5 @@
 """A data set's clips, encoded to latents and decoded again, one clip at a time, on one machine or on Ray."""
 
-from cogvideox_torchax.dataset.clip import Bucket, Clip, ClipConfig, DecodeClip, EncodeClip
-from cogvideox_torchax.dataset.names import ClipError
+from cogvideox_torchax.dataset.clip import Bucket, Clip, ClipConfig, ClipError, DecodeClip, EncodeClip
 
 __all__ = ["Bucket", "Clip", "ClipConfig", "ClipError", "DecodeClip", "EncodeClip"]

@@ -14,12 +14,12 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
+from pathlib import PurePosixPath
 from typing import Any
 
 import torch
 
 from cogvideox_torchax import backends, runtime
-from cogvideox_torchax.dataset.names import ClipError
 from cogvideox_torchax.files import faults, kinds, latents as latent_files, video
 from cogvideox_torchax.files.latents import Latents
 from cogvideox_torchax.vae import memory
@@ -47,6 +47,21 @@ FASTEST = 1000
 """Most frames a second that a clip may be resampled to; a higher rate is taken for a mistake."""
 AHEAD_BYTES = 2**30
 """Most bytes of frames that are held before a clip is encoded; a longer clip is decoded again while it is."""
+
+
+class ClipError(ValueError):
+    """A clip that cannot be encoded or decoded; the message says why."""
+
+
+def check_id(name: Any, where: str = "") -> None:
+    """Raise `ClipError` unless a clip's id is a relative path that stays within an output directory.
+
+    It must have its shortest spelling, so that two ids cannot name one file. `where` begins the message.
+    """
+    path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath()
+    is_other = path.is_absolute() or ".." in path.parts or path.as_posix() != name or "\0" in name
+    if not path.parts or is_other:
+        raise ClipError(f"{where}got the id {name!r}: a path that must not lead out of the output is wanted")
 
 
 @dataclass(frozen=True)

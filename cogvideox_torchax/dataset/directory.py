@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.dataset import loop
-from cogvideox_torchax.dataset.clip import Clip, DecodeClip, EncodeClip
-from cogvideox_torchax.dataset.names import ClipError, check_id
+from cogvideox_torchax.dataset.clip import Clip, ClipError, DecodeClip, EncodeClip, check_id
 from cogvideox_torchax.files import latents as latent_files, reports, video
 from cogvideox_torchax.files.whole import OutputError, locked, make_directory, remove_leftover, whole_file
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.dataset.clip import Clip
-from cogvideox_torchax.dataset.names import ClipError, check_id
+from cogvideox_torchax.dataset.clip import Clip, ClipError, check_id
 from cogvideox_torchax.files import faults, reports, video
 from cogvideox_torchax.files.whole import WRITING
 
