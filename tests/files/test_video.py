@@ -15,9 +15,10 @@ from diffusers.video_processor import VideoProcessor
 from PIL import Image
 
 from cogvideox_torchax import runtime, save_video
-from cogvideox_torchax.files import sheets, video
+from cogvideox_torchax.files import video
 from cogvideox_torchax.files.video import VideoError
 from cogvideox_torchax.files.whole import OutputError
+from cogvideox_torchax.vae.pixels import amplified_difference
 from tests.videos import encode, moving_frames, read_all, write
 
 
@@ -453,7 +454,7 @@ def test_of_two_video_streams_the_best_is_read(tmp_path, first):
 def test_a_difference_is_amplified_and_does_not_wrap_around():
     source = torch.tensor([50, 50, 60], dtype=torch.uint8)
     result = torch.tensor([60, 255, 50], dtype=torch.uint8)
-    assert sheets.amplified_difference(source, result).tolist() == [40, 255, 40]
+    assert amplified_difference(source, result).tolist() == [40, 255, 40]
 
 
 FRAMES = moving_frames(5)
