@@ -9,7 +9,7 @@ from cogvideox_torchax.dataset.clip import (
     EncodeClip as EncodeClip,
 )
 from cogvideox_torchax.files.latents import Latents as Latents, load as load_latents, save as save_latents
-from cogvideox_torchax.files.saving import save_video as save_video
+from cogvideox_torchax.files.video import save_video as save_video
 from cogvideox_torchax.pipelines.description import check_size as check_size, describe as describe
 from cogvideox_torchax.pipelines.loading import load_pipeline as load_pipeline
 from cogvideox_torchax.porting import port as port

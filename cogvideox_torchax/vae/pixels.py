@@ -1,4 +1,4 @@
-"""Frames as bytes and as floats, and the difference of two videos, for torch tensors and for JAX and NumPy arrays."""
+"""Frames as bytes and as floats, and their differences, for torch tensors and for JAX and NumPy arrays."""
 
 from typing import Any
 
