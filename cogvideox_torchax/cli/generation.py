@@ -9,7 +9,6 @@ import contextlib
 import enum
 import functools
 import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
@@ -20,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 
 from cogvideox_torchax.cli import common, devices, preview
-from cogvideox_torchax.files import faults, latents as latent_files, reports, tensors, video, whole
+from cogvideox_torchax.files import faults, latents as latent_files, reports, video, whole
 from cogvideox_torchax.files.models import locate_file
 from cogvideox_torchax.pipelines import cache_options
 from cogvideox_torchax.pipelines.description import (
@@ -233,7 +232,7 @@ def _request_in(file: Path) -> Any:
     try:
         if file.suffix == ".json":
             return reports.load(file, FORMAT)[KEY]
-        return reports.parse(tensors.metadata(file, ValueError)[latent_files.KEY])["about"][KEY]
+        return reports.parse(latent_files.load_metadata(file)[latent_files.KEY])["about"][KEY]
     except (KeyError, TypeError, ValueError) as error:
         raise whole.OutputError(f"{file} is broken, or not of this command: move it away") from error
 
@@ -379,7 +378,7 @@ class Generator:
             latents = latent_files.load(request.file(Stage.LATENTS))
         else:
             file = request.file(Stage.TEXT)
-            text = self._encode(request) if made == Stage.NOTHING else tensors.load(file)[1]
+            text = self._encode(request) if made == Stage.NOTHING else latent_files.load_tensors(file)[1]
             if self.until == Stage.TEXT:
                 self._save(request, Stage.TEXT, text, {})
                 return
@@ -393,8 +392,8 @@ class Generator:
     ) -> None:
         """Write a stage's file, in the form of latent files: so one of latents is one."""
         if self._group.is_first:
-            fields = fields | {"about": {KEY: self.depends_on(request, stage)}}
-            tensors.save(content, request.file(stage), {latent_files.KEY: json.dumps(fields, sort_keys=True)})
+            about = {KEY: self.depends_on(request, stage)}
+            latent_files.save_tensors(content, fields | {"about": about}, request.file(stage))
 
     def _encode(self, request: Request) -> dict[str, torch.Tensor]:
         """Return the embeddings (1, tokens, channels) of the prompts by the pipeline's argument names.

@@ -1,14 +1,19 @@
 """Read and write latent files: safetensors whose metadata is a JSON object with all that decoding needs."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load as deserialized, save as serialized
 
-from cogvideox_torchax.files import kinds, reports, tensors
+from cogvideox_torchax.files import kinds, reports
+from cogvideox_torchax.files.whole import whole_file
+from cogvideox_torchax.runtime import to_torch
 
 KEY, FORMAT = "cogvideox-torchax", 2
 """The key of a file's metadata that holds the JSON object, and the version of its fields."""
@@ -97,7 +102,16 @@ class Latents:
 
 def save(latents: Latents, path: str | Path) -> None:
     """Write a latent file, whole or not at all; equal latents make equal bytes."""
-    tensors.save(latents.tensors, path, {KEY: json.dumps(latents.fields, sort_keys=True)})
+    save_tensors(latents.tensors, latents.fields, path)
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], fields: dict[str, Any], path: str | Path) -> None:
+    """Write a file of tensors, which may be on JAX, and a JSON object: whole or not at all."""
+    # safetensors takes contiguous PyTorch tensors.
+    plain = {name: to_torch(tensor).contiguous() for name, tensor in tensors.items()}
+    # Not by safetensors' own writer, which replaces the file: `whole_file` syncs and moves its own file.
+    with whole_file(path) as temporary:
+        temporary.write_bytes(serialized(plain, {KEY: json.dumps(fields, sort_keys=True)}))
 
 
 def load(source: str | Path | bytes) -> Latents:
@@ -106,23 +120,47 @@ def load(source: str | Path | bytes) -> Latents:
     Raises:
         LatentsError: the file is missing, broken or not of this program.
     """
-    metadata, file_tensors = tensors.load(source, LatentsError)
-    name = "the file" if isinstance(source, bytes) else source
-    arguments, tensor = _arguments(name, metadata), file_tensors.get(TENSOR, torch.empty(0))
+    metadata, tensors = load_tensors(source)
+    arguments, tensor = _arguments(source, metadata), tensors.get(TENSOR, torch.empty(0))
     if tensor.ndim != 5 or not tensor.numel() or not tensor.dtype.is_floating_point:
         raise LatentsError(
-            f"{name} holds {tensor.dtype} of shape {tuple(tensor.shape)}: floats of shape (N, C, T, H, W), "
-            "without an empty axis, are wanted"
+            f"{_name(source)} holds {tensor.dtype} of shape {tuple(tensor.shape)}: floats of shape "
+            "(N, C, T, H, W), without an empty axis, are wanted"
         )
-    return Latents(tensor, **arguments, logvar=file_tensors.get(LOGVAR), sample=file_tensors.get(SAMPLE))
+    return Latents(tensor, **arguments, logvar=tensors.get(LOGVAR), sample=tensors.get(SAMPLE))
+
+
+def load_tensors(source: str | Path | bytes) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Return the metadata and the tensors of a safetensors file; `LatentsError` if it is broken."""
+    try:
+        data = source if isinstance(source, bytes) else Path(source).read_bytes()
+        tensors = deserialized(data)
+    except (SafetensorError, OSError) as error:
+        raise LatentsError(f"{_name(source)} is truncated or no safetensors file ({error})") from error
+    # The file begins with the length of its JSON header, in eight bytes; `deserialized` drops the metadata.
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return header.get("__metadata__", {}), tensors
+
+
+def load_metadata(path: Path) -> dict[str, str]:
+    """Return the metadata of a safetensors file alone; `LatentsError` if it is broken."""
+    try:
+        with safe_open(path, framework="np") as file:  # reads no tensor
+            return file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise LatentsError(f"{path} is truncated or no safetensors file ({error})") from error
 
 
 def about(path: Path) -> dict[str, Any]:
     """Return the field `about` of a latent file, without reading its tensors."""
-    return _arguments(path, tensors.metadata(path, LatentsError))["about"]
+    return _arguments(path, load_metadata(path))["about"]
 
 
-def _arguments(path: str | Path, metadata: dict[str, str]) -> dict[str, Any]:
+def _name(source: str | Path | bytes) -> str | Path:
+    return "the file" if isinstance(source, bytes) else source
+
+
+def _arguments(source: str | Path | bytes, metadata: dict[str, str]) -> dict[str, Any]:
     """Return those fields of a latent file's metadata that are arguments of `Latents`."""
     try:
         fields = reports.parse(metadata[KEY])
@@ -132,6 +170,6 @@ def _arguments(path: str | Path, metadata: dict[str, str]) -> dict[str, Any]:
         return {name: make(fields[name]) for name, make in types.items()}
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise LatentsError(
-            f"{path} is broken, or no latent file of this program ({error!r:.99}): write one with "
+            f"{_name(source)} is broken, or no latent file of this program ({error!r:.99}): write one with "
             "`cogvideox-torchax encode`"
         ) from error
