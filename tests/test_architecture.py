@@ -53,8 +53,8 @@ OWNERS = {
     "av": ("cogvideox_torchax.files.video",),
     "matplotlib": ("benchmarks.measured_tables",),
     "filelock": ("cogvideox_torchax.files.whole",),
-    "pyarrow": ("cogvideox_torchax.dataset.formats",),
-    "webdataset": ("cogvideox_torchax.dataset.formats",),
+    "pyarrow": ("cogvideox_torchax.dataset.packing",),
+    "webdataset": ("cogvideox_torchax.dataset.packing",),
     "ray": ("cogvideox_torchax.dataset.ray",),
     "torch_tpu": ("cogvideox_torchax.runtime.torchtpu",),
 }
