@@ -22,13 +22,13 @@ FIELDS: dict[str, type] = {
 
 
 def files_below(
-    directory: Path, is_wanted: Callable[[Path], bool], say: Callable[[str], None], left_out: str = HIDDEN
+    directory: Path, suffixes: tuple[str, ...], say: Callable[[str], None], left_out: str = HIDDEN
 ) -> list[Path]:
-    """Return the wanted files in a directory and in those below it, each once, in order; follow links.
+    """Return the files of a kind in a directory and in those below it, each once, in order; follow links.
 
     Args:
         directory: where to look; its own name is not compared with `left_out`.
-        is_wanted: whether a file is of the kind that is looked for.
+        suffixes: of the files that are looked for, in small letters; they may also be in capital ones.
         say: is told in a line of each folder that cannot be read.
         left_out: a regular expression: files and folders of such names are left out.
     """
@@ -41,7 +41,7 @@ def files_below(
         if (place := os.path.realpath(folder)) in seen:
             folders.clear()
         else:
-            found += filter(is_wanted, kept)
+            found += (path for path in kept if path.suffix.lower() in suffixes and path.is_file())
         seen.add(place)
     return sorted(found)
 
@@ -74,7 +74,7 @@ def clips(path: str | Path, say: Callable[[str], None] = print) -> list[Clip]:
 def _clips_below(directory: Path, say: Callable[[str], None]) -> list[Clip]:
     return [
         Clip(file.relative_to(directory).as_posix(), file, _caption_beside(file))
-        for file in files_below(directory, video.is_video, say)
+        for file in files_below(directory, video.SUFFIXES, say)
     ]
 
 
@@ -159,10 +159,7 @@ def latent_files(directory: Path, say: Callable[[str], None] = print) -> list[Pa
     # No more than these: an id, and so the path of its latents, may begin with a dot.
     left_out = rf"{DISCARDED}|.*{re.escape(WRITING)}"
 
-    def is_wanted(path: Path) -> bool:
-        return path.suffix == ".safetensors" and path.is_file()
-
-    files = files_below(directory, is_wanted, say, left_out) if directory.is_dir() else []
+    files = files_below(directory, (".safetensors",), say, left_out) if directory.is_dir() else []
     if not files:
         raise ClipError(f"{directory} holds no latent files (.safetensors): encode videos first")
     return files

@@ -76,11 +76,6 @@ class VideoError(ValueError):
 # Reading
 
 
-def is_video(path: Path) -> bool:
-    """Return whether a file in a directory counts as a video, by its suffix."""
-    return path.suffix.lower() in SUFFIXES and path.is_file()
-
-
 def _av() -> Any:
     """Return the package PyAV; `VideoError` if it is not installed."""
     with needing("video", "reading and writing video needs PyAV", VideoError):
