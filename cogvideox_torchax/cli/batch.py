@@ -86,14 +86,13 @@ def run_loop(
     for name, reason in directory.bad.items():  # those that were bad before any work
         common.say(f"bad: {name}: {reason}")
     clock = common.announcing_clock(args)
-    # A unit is computed when its step is taken. `count` is of units that did not fail.
-    count = 0
-    waited = computed = 0.0  # seconds
+    taken = []
+    # A unit is computed when its step is taken.
     for step in common.progress(steps, len(directory.missing), args.command, args=args, unit=unit):
-        waited, computed = waited + step.waited, computed + step.computed
+        taken.append(step)
         if step.error is not None:
             common.say(f"bad {unit} {step.job}: {step.error}")  # the job is the unit's id
-        count += step.error is None
+    count = sum(step.error is None for step in taken)
     seconds = clock.elapsed  # wall time; `clock.seconds` is the time of tracing and compiling alone
     return {
         "output": args.output,
@@ -105,8 +104,8 @@ def run_loop(
         "bad": len(directory.bad),
         f"{unit}s": count,
         "compile_s": clock.seconds,
-        "computing_s": computed,
-        f"waiting_for_{unit}s_s": waited,
+        "computing_s": sum(step.computed for step in taken),
+        f"waiting_for_{unit}s_s": sum(step.waited for step in taken),
         "total_s": seconds,
         f"{unit}s_a_second": count / seconds,
     }

@@ -130,10 +130,9 @@ class LatentDirectory(OutputDirectory):
     def __init__(self, directory: str | Path, unit: EncodeClip, clips: Sequence[Clip], share: slice = ALL):
         super().__init__(directory, share)
         self._unit = unit
-        settings = unit.config.fixed_settings(unit.model_sha256)
         for clip in clips[share]:
             self.add(clip.id, self.path(clip), clip)
-        self.save_or_check_settings(settings)
+        self.save_or_check_settings(unit.config.fixed_settings(unit.model_sha256))
 
     def path(self, clip: Clip) -> Path:
         return self.directory / (clip.id if self._unit.config.windows else f"{clip.id}.safetensors")
