@@ -37,8 +37,10 @@ def check_output_directory(path: str, unit: str = "clip") -> None:
 
 def mesh_fault(args: argparse.Namespace, name: str) -> Fault:
     """Return the fault of an option for backends that run on a mesh, which PyTorch's own does not."""
-    no_mesh = f"--backend torch runs on one device: leave out --{name}, or take torchax"
-    return getattr(args, name, None) and args.backend == "torch", no_mesh
+    return (
+        getattr(args, name, None) and args.backend == "torch",
+        f"--backend torch runs on one device: leave out --{name}, or take torchax",
+    )
 
 
 def faults_of_one(args: argparse.Namespace) -> Iterator[Fault]:
@@ -82,8 +84,13 @@ def check_decode(args: argparse.Namespace) -> None:
     source = Path(args.latents)
     if source.is_dir():
         return check_output_directory(args.output)
-    shard = f"{source} is a shard for trainers: decode the latent files of which it is made"
-    return faults.refuse((source.suffix in kinds.SUFFIXES.values(), shard), *faults_of_one(args))
+    return faults.refuse(
+        (
+            source.suffix in kinds.SUFFIXES.values(),
+            f"{source} is a shard for trainers: decode the latent files of which it is made",
+        ),
+        *faults_of_one(args),
+    )
 
 
 def check_generate(args: argparse.Namespace) -> None:
@@ -434,14 +441,15 @@ COMMANDS = {
 def check(args: argparse.Namespace) -> None:
     """Raise `ValueError` for options that are wrong, and for files and models that are not there."""
     given = {name: value for name, value in vars(args).items() if value is not None}
-    # A profile would start JAX, which processes must not do before they connect.
-    both = args.distributed and "profile" in given
     faults.refuse(
         (
             {"process", "processes"} <= given.keys() and args.process not in range(args.processes),
             f"got --process {args.process} of --processes {args.processes}: count from 0 on",
         ),
-        (both, "--profile records a single process: leave out --distributed"),
+        (  # a profile would start JAX, which processes must not do before they connect
+            args.distributed and "profile" in given,
+            "--profile records a single process: leave out --distributed",
+        ),
         *(mesh_fault(args, name) for name in ("dp", "tp")),
         *(
             (
