@@ -21,10 +21,7 @@ from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 
 def run(args: argparse.Namespace) -> None:
     """Compile the programs that encode and decode each size into JAX's cache, and report the seconds."""
-    import jax
-
-    runtime.configure_compile_cache()
-    cache = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    cache = runtime.configure_compile_cache()
     if not cache:
         raise ValueError(f"the compile cache is off: set {runtime.COMPILE_CACHE_VARIABLE} to a directory")
     if args.pipeline:

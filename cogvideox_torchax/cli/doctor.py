@@ -52,9 +52,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         import jax
 
-        runtime.configure_compile_cache()
-        cache = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-        report["compile cache"] = cache or "off"
+        report["compile cache"] = runtime.configure_compile_cache() or "off"
         report["devices"] = ", ".join(f"{one.platform}:{one.id} ({one.device_kind})" for one in jax.devices())
     except Exception as error:
         reason = " ".join(str(error).split())[:200]

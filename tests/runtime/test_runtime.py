@@ -39,8 +39,7 @@ def test_the_compile_cache_is_where_it_should_be(variable, configured, directory
     monkeypatch.setenv("XDG_CACHE_HOME", "/tmp/caches")
     monkeypatch.setenv(runtime.COMPILE_CACHE_VARIABLE, variable)
     jax.config.update("jax_compilation_cache_dir", configured)
-    runtime.configure_compile_cache()
-    assert jax.config.jax_compilation_cache_dir == directory
+    assert runtime.configure_compile_cache() == jax.config.jax_compilation_cache_dir == directory
 
 
 @pytest.mark.slow
