@@ -28,8 +28,8 @@ def colors_of(latents: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
     The latents are as the VAE's decoder takes them: not multiplied by its scaling factor.
     """
-    # The additional channel of ones is multiplied by the last row of the weights.
-    colors = _with_ones(latents.float().movedim(2, -1)) @ weights
+    # A channel of ones is added, which is multiplied by the last row of the weights.
+    colors = torch.nn.functional.pad(latents.float().movedim(2, -1), (0, 1), value=1) @ weights
     return to_uint8(colors)  # from [-1, 1]; the map's colors may exceed that range
 
 
@@ -52,14 +52,11 @@ def fit(vae: Any) -> torch.Tensor:
         # A picture (3, H, W) becomes a video (N, 3, T, H, W), of N = T = 1.
         [vae.encode(picture[None, :, None].to(vae.dtype)).latent_dist.mode() for picture in pictures]
     )
-    features = _with_ones(latents[:, :, 0].float().movedim(1, -1))  # (N, H, W, C + 1)
+    features = torch.nn.functional.pad(
+        latents[:, :, 0].float().movedim(1, -1), (0, 1), value=1
+    )  # (N, H, W, C + 1)
     colors = torch.nn.functional.avg_pool2d(pictures, vae.spatial_compression_ratio).movedim(1, -1)
     return torch.linalg.lstsq(features.flatten(0, 2), colors.flatten(0, 2)).solution
-
-
-def _with_ones(features: torch.Tensor) -> torch.Tensor:
-    """Append a channel of ones to features (..., C), for a linear map's constant."""
-    return torch.cat([features, torch.ones_like(features[..., :1])], dim=-1)
 
 
 def preview_writer(vae: Any, path: str | Path, say: Callable[[str], None]) -> Callable[[torch.Tensor], None]:
