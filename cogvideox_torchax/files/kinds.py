@@ -1,6 +1,5 @@
 """What needs no torch to know of files: their kinds by suffix, and frame rates."""
 
-import contextlib
 import re
 from fractions import Fraction
 from pathlib import Path
@@ -10,7 +9,7 @@ SUFFIXES = {"parquet": ".parquet", "webdataset": ".tar"}
 LISTS = (".txt", ".jsonl")
 """Suffixes of lists of clips."""
 
-RATE = re.compile(r"[0-9]{1,10}(\.[0-9]{1,10})?(/[0-9]{1,10})?")
+RATE = re.compile(r"[0-9]{1,10}(\.[0-9]{1,10}|/0{0,9}[1-9][0-9]{0,9})?")
 """A frame rate as text. Exponents are not allowed: a short one makes a number that fills memory."""
 
 
@@ -24,9 +23,7 @@ def frame_rate(text: str) -> Fraction:
 
     `ValueError` if it is no number above 0, or if its fraction does not fit FFmpeg's 32-bit integers.
     """
-    with contextlib.suppress(ValueError, ZeroDivisionError):
-        if RATE.fullmatch(text):
-            rate = Fraction(text)
-            if 0 < rate.numerator < 2**31 and rate.denominator < 2**31:
-                return rate
-    raise ValueError(f"{text[:40]} is no frame rate: give a number above 0, 8 or 30000/1001")
+    rate = Fraction(text) if RATE.fullmatch(text) else Fraction(0)
+    if not 0 < rate.numerator < 2**31 or rate.denominator >= 2**31:
+        raise ValueError(f"{text[:40]} is no frame rate: give a number above 0, 8 or 30000/1001")
+    return rate
