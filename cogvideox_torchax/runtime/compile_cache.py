@@ -9,7 +9,7 @@ COMPILE_CACHE_VARIABLE = "COGVIDEOX_TORCHAX_COMPILE_CACHE"
 
 @functools.cache
 def configure_compile_cache() -> str | None:
-    """Point JAX's persistent compile cache at the user's cache directory, once; return it, or None for no cache.
+    """Point JAX's persistent compile cache at the user's cache directory, once; return it, or None.
 
     The directory is the one that `COGVIDEOX_TORCHAX_COMPILE_CACHE` names, or by default
     `cogvideox-torchax/xla` in `$XDG_CACHE_HOME` or `~/.cache`. "off" sets no cache. A cache that JAX is
