@@ -52,9 +52,8 @@ def fit(vae: Any) -> torch.Tensor:
         # A picture (3, H, W) becomes a video (N, 3, T, H, W), of N = T = 1.
         [vae.encode(picture[None, :, None].to(vae.dtype)).latent_dist.mode() for picture in pictures]
     )
-    features = torch.nn.functional.pad(
-        latents[:, :, 0].float().movedim(1, -1), (0, 1), value=1
-    )  # (N, H, W, C + 1)
+    # (N, H, W, C + 1), with a channel of ones for the map's constant.
+    features = torch.nn.functional.pad(latents[:, :, 0].float().movedim(1, -1), (0, 1), value=1)
     colors = torch.nn.functional.avg_pool2d(pictures, vae.spatial_compression_ratio).movedim(1, -1)
     return torch.linalg.lstsq(features.flatten(0, 2), colors.flatten(0, 2)).solution
 
