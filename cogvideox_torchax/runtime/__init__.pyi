@@ -20,6 +20,8 @@ from cogvideox_torchax.runtime.bridge import (
     tensor_of as tensor_of,
     to_jax as to_jax,
     to_torch as to_torch,
+    wants_gradient as wants_gradient,
+    without_gradient as without_gradient,
 )
 from cogvideox_torchax.runtime.calls import (
     run_method as run_method,
@@ -36,10 +38,6 @@ from cogvideox_torchax.runtime.device import (
 )
 from cogvideox_torchax.runtime.forks import (
     check_not_forked as check_not_forked,
-)
-from cogvideox_torchax.runtime.gradients import (
-    wants_gradient as wants_gradient,
-    without_gradient as without_gradient,
 )
 from cogvideox_torchax.runtime.host import (
     device_and_dtype as device_and_dtype,

@@ -118,13 +118,12 @@ class ArrayProgram:
             return exported.call(self._trace, network, self.place, weights, inputs, cache)
 
         run.__name__ = network.name  # in a profile and in the compile cache
-        jit_run = functools.partial(
-            jax.jit,
+        self._compiled = jax.jit(
             run,
             donate_argnums=2,  # the cache: the next cache may take its memory
             keep_unused=getattr(network, "keep_unused", False),
+            compiler_options=self.place.compiler_options(),
         )
-        self._compiled = jit_run(compiler_options=self.place.compiler_options())
         # For a caller that runs this program inside a function which JAX traces: it becomes a part of the
         # caller's program, and JAX refuses compiler options for a part.
         self._compiled_in_another = jax.jit(self._trace, donate_argnums=2)
