@@ -25,7 +25,6 @@ from cogvideox_torchax.runtime.bridge import (
 )
 from cogvideox_torchax.runtime.calls import (
     run_method as run_method,
-    warn_once as warn_once,
 )
 from cogvideox_torchax.runtime.compile_cache import (
     COMPILE_CACHE_VARIABLE as COMPILE_CACHE_VARIABLE,
@@ -67,6 +66,7 @@ from cogvideox_torchax.runtime.programs import (
     Programs as Programs,
     forget_programs as forget_programs,
     programs_of as programs_of,
+    warn_once as warn_once,
 )
 from cogvideox_torchax.runtime.torchtpu import (
     NO_GRADIENT as NO_GRADIENT,

@@ -15,9 +15,7 @@ has its weights on JAX.
 import contextvars
 import functools
 import inspect
-import logging
 import operator
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +29,7 @@ from cogvideox_torchax.runtime.bridge import array_of, tensor_of, to_jax, withou
 from cogvideox_torchax.runtime.device import RandomInTraceError
 from cogvideox_torchax.runtime.host import on_jax
 from cogvideox_torchax.runtime.places import Place
-from cogvideox_torchax.runtime.programs import Program, Programs, programs_of
+from cogvideox_torchax.runtime.programs import Program, Programs, programs_of, warn_once
 from cogvideox_torchax.runtime.trees import Tree, UntraceableError
 from cogvideox_torchax.runtime.weights import named_tensors
 
@@ -40,9 +38,6 @@ Method = Callable[..., Any]
 
 VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type)
 """Types of leaves that a program may have as constants: of a call's arguments, and of its result."""
-
-logger = logging.getLogger("cogvideox_torchax")
-
 
 _INSIDE = contextvars.ContextVar("_INSIDE", default=False)
 """Whether this thread is inside a method that `run_method` runs; there `run_method` only calls methods."""
@@ -168,8 +163,10 @@ class _Result:
             if not isinstance(leaf, (torch.Tensor, *VALUES)):
                 raise UntraceableError(f"it returns a {type(leaf).__name__}")
         # A method may return a tensor of the host, but a program can return only arrays of JAX.
-        tensors = tuple(to_jax(leaf) for leaf in leaves if _is_tensor(leaf))
-        return cls(tensors, (structure, *(None if _is_tensor(leaf) else (leaf,) for leaf in leaves)))
+        tensors = tuple(to_jax(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return cls(
+            tensors, (structure, *(None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves))
+        )
 
     def tree(self) -> Any:
         """Return the method's result, put together again from what a program has returned."""
@@ -177,10 +174,6 @@ class _Result:
         arrays = iter(self.tensors)
         leaves = [tensor_of(next(arrays)) if leaf is None else leaf[0] for leaf in constant_leaves]
         return pytree.tree_unflatten(leaves, structure)
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor)
 
 
 def run_method(
@@ -209,7 +202,9 @@ def run_method(
     place = place or Place()
     leaves, structure = pytree.tree_flatten((args, kwargs))
     # The leaves, with an array on the program's devices in the place of each tensor.
-    placed = [place.put(array_of(to_jax(leaf))) if _is_tensor(leaf) else leaf for leaf in leaves]
+    placed = [
+        place.put(array_of(to_jax(leaf))) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+    ]
     try:
         for leaf in leaves:
             if not isinstance(leaf, (torch.Tensor, *VALUES)):
@@ -270,18 +265,8 @@ def _without_gradient(model: nn.Module, leaves: list[Any], why: str, tensor: tor
     # A backward pass can come only if a weight or an argument, one of `leaves`, requires a gradient.
     # `without_gradient` looks at the weights and at one input on JAX. It gets an argument that requires a
     # gradient, or, if there is none, `tensor`, since it must get something.
-    trained_arguments = (leaf for leaf in leaves if _is_tensor(leaf) and leaf.requires_grad)
+    trained_arguments = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
     x = next(trained_arguments, tensor)
     # The copy that `to_jax` makes of an argument on the host requires no gradient by itself.
     x = x if on_jax(x) else to_jax(x).requires_grad_()
     return without_gradient(model, x, tensor.detach(), why)
-
-
-_WARNED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-
-
-def warn_once(model: nn.Module, message: str) -> None:
-    """Log a warning about a model, unless it was logged before."""
-    if message not in _WARNED.setdefault(model, set()):
-        _WARNED[model].add(message)
-        logger.warning(message)

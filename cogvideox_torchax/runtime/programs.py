@@ -34,7 +34,7 @@ TRACING = threading.RLock()
 """Lock held while a network is traced: torchax does not support two traces at once."""
 
 EVICTED = (
-    "%s: its last %d programs are kept, and it has had one more: each call in which modules, attributes "
+    "{}: its last {} programs are kept, and it has had one more: each call in which modules, attributes "
     "or hooks differ from all of these compiles a program anew"
 )
 logger = logging.getLogger("cogvideox_torchax")
@@ -43,6 +43,16 @@ T = TypeVar("T")
 
 _FOUND: weakref.WeakKeyDictionary[nn.Module, list[torch.Tensor]] = weakref.WeakKeyDictionary()
 """By a network whose program was just asked for, its weights, for `Program.weights`."""
+
+
+_WARNED: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+
+
+def warn_once(model: Any, message: str) -> None:
+    """Log a warning about a model, or its programs, unless it was logged before."""
+    if message not in _WARNED.setdefault(model, set()):
+        _WARNED[model].add(message)
+        logger.warning(message)
 
 
 class Programs:
@@ -58,7 +68,6 @@ class Programs:
         # By kind, and then by the key of the module tree: the program, and what the key has by ids. Of both
         # the last one is the one that was asked for last.
         self._kept: dict[tuple[Hashable, ...], dict[Hashable, tuple[Any, list[Any]]]] = {}
-        self._has_warned = False
 
     def get(self, kind: Hashable, network: nn.Module, build: Callable[[nn.Module], T]) -> T:
         """Return the program of this kind for the module tree as it is now; build one if there is none.
@@ -83,9 +92,8 @@ class Programs:
             if len(programs) > self.KEPT:
                 dropped, _held = programs.pop(next(iter(programs)))  # the one not asked for the longest
                 was_compiled = getattr(dropped, "untraceable", "no program") is None
-                if was_compiled and not self._has_warned:
-                    logger.warning(EVICTED, type(network).__name__, self.KEPT)
-                    self._has_warned = True
+                if was_compiled:
+                    warn_once(self, EVICTED.format(type(network).__name__, self.KEPT))
             if len(self._kept) > self.KINDS:
                 del self._kept[next(iter(self._kept))]  # the key not asked for the longest
             return program
