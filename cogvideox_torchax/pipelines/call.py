@@ -1,7 +1,7 @@
 """What a ported pipeline does around its class's own methods.
 
 Around five methods this module has a function of the pipeline, the inherited method (`inherited`), and the
-call's arguments as a tuple and a dictionary:
+call's arguments:
 
 - `__call__`: the processes of a mesh make the same call; models that were replaced since `port` are refused;
   a step cache starts anew; the decoder is compiled beside the first steps; a NaN or Inf names its step;
@@ -39,6 +39,7 @@ from torch.utils import _pytree as pytree
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.pipelines import frames, steps
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
+from cogvideox_torchax.runtime.models import wrapped
 from cogvideox_torchax.runtime.trees import replaced_method
 from cogvideox_torchax.sharding import check_same
 from cogvideox_torchax.vae.directions import DECODE
@@ -123,7 +124,7 @@ def _compile_decoder_ahead(pipe: Any, arguments: dict[str, Any]) -> None:
     pipe.vae.compile_ahead(DECODE, (videos, channels, latent_frames, height // scale, width // scale))
 
 
-def _call(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _call(pipe: Any, inherited: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Check the pipeline, make its step cache ready, and run the pipeline's own call, `inherited`."""
     pipe.check_ported()
     arguments = _arguments(pipe, inherited, args, kwargs)
@@ -192,7 +193,7 @@ def _fingerprint(value: Any) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
-def _check_inputs(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> None:
+def _check_inputs(pipe: Any, inherited: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
     """Check that whole patches make up the video's size, then the inputs as diffusers does (`inherited`)."""
     arguments = _arguments(pipe, inherited, args, kwargs)
     config = getattr(getattr(pipe, "transformer", None), "config", None)
@@ -212,20 +213,20 @@ def _check_size(pipe: Any, height: int, width: int) -> None:
     check_size(height, width, pipe.transformer.config, pipe.vae_scale_factor_spatial, is_limited=is_stock)
 
 
-def _encode_prompt(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _encode_prompt(pipe: Any, inherited: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     _check_same_in_all_processes(pipe, _arguments(pipe, inherited, args, kwargs))
     with _ENCODING:  # one thread at a time: pipelines may share a tokenizer, which keeps a state
         return inherited(pipe, *args, **kwargs)
 
 
-def _decode_latents(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _decode_latents(pipe: Any, inherited: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Decode latents to frames on the host, in chunks unless the method is one of a user's class."""
     if inherited in _DECODE_LATENTS:
         return _decode_in_chunks(pipe, *args, **kwargs)
     return pytree.tree_map_only(torch.Tensor, runtime.to_torch, inherited(pipe, *args, **kwargs))
 
 
-def _rotary_tables(pipe: Any, inherited: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _rotary_tables(pipe: Any, inherited: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Make rotary tables on the host, and move them: on JAX many small operations would take far longer."""
     if inherited not in _ROTARY_TABLES:
         return inherited(pipe, *args, **kwargs)
@@ -250,19 +251,10 @@ def pipeline_class(kind: type, mixin: type) -> type:
 
     It has the methods of `mixin`, and around those of `kind` the wrappers of this module.
     """
-    wrapped = {name: _wrapped(kind, name) for name in _WRAPPERS if hasattr(kind, name)}
-    return type(kind.__name__, (mixin, kind), {**wrapped, "__module__": kind.__module__})
-
-
-def _wrapped(kind: type, name: str) -> Callable[..., Any]:
-    """Return a method that runs the wrapper of the method `name` of `kind`, with that method's signature."""
-
-    @functools.wraps(getattr(kind, name))
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # The inherited method is looked up in each call: a user may replace it on the class.
-        return _WRAPPERS[name](self, getattr(kind, name), args, kwargs)
-
-    return call
+    around = {
+        name: wrapped(kind, name, wrapper) for name, wrapper in _WRAPPERS.items() if hasattr(kind, name)
+    }
+    return type(kind.__name__, (mixin, kind), {**around, "__module__": kind.__module__})
 
 
 _CALLS = tuple(kind.__call__ for kind in PIPELINES)

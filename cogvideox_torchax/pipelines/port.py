@@ -30,7 +30,13 @@ from cogvideox_torchax.pipelines.networks import CompiledNetwork, KnownNetwork, 
 from cogvideox_torchax.pipelines.offload import offload_models
 from cogvideox_torchax.pipelines.text_encoder import T5EncoderModel
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
-from cogvideox_torchax.runtime.models import CopiesWithoutPrograms, PortedModel, class_of, save_as_stock
+from cogvideox_torchax.runtime.models import (
+    CopiesWithoutPrograms,
+    PortedModel,
+    class_of,
+    save_as_stock,
+    wrapped,
+)
 from cogvideox_torchax.sharding import Parallel, check_one_slice
 from cogvideox_torchax.vae.torchax.autoencoder import check_vae_class, port_vae
 
@@ -67,19 +73,10 @@ def ported_class(kind: Any) -> type[CompiledNetwork]:
         return base
     # This package does not know what any other class computes: its methods are compiled as they are.
     compiled = METHODS if base is CompiledNetwork else ()
-    members = {name: _compiled_method(kind, name) for name in compiled if hasattr(kind, name)}
+    members = {
+        name: wrapped(kind, name, CompiledNetwork.run_as_it_is) for name in compiled if hasattr(kind, name)
+    }
     return class_of(ported_class, kind, (base, kind), **members)
-
-
-def _compiled_method(kind: type, name: str) -> Any:
-    """Return a method that runs the method `name` of class `kind`: on JAX as a program, else in PyTorch."""
-
-    @functools.wraps(getattr(kind, name))
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # The method is looked up in each call: a user may replace it on the class.
-        return self.run_as_it_is(getattr(kind, name), *args, **kwargs)
-
-    return call
 
 
 def port_network(network: Any) -> Any:
