@@ -39,7 +39,6 @@ from torch.utils import _pytree as pytree
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.pipelines import frames, steps
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
-from cogvideox_torchax.runtime.models import wrapped
 from cogvideox_torchax.runtime.trees import replaced_method
 from cogvideox_torchax.sharding import check_same
 from cogvideox_torchax.vae.directions import DECODE
@@ -255,6 +254,19 @@ def pipeline_class(kind: type, mixin: type) -> type:
         name: wrapped(kind, name, wrapper) for name, wrapper in _WRAPPERS.items() if hasattr(kind, name)
     }
     return type(kind.__name__, (mixin, kind), {**around, "__module__": kind.__module__})
+
+
+def wrapped(kind: type, name: str, wrapper: Any) -> Any:
+    """Return a method that runs `wrapper(self, method, ...)`, with the signature of the method `kind.name`.
+
+    The method is looked up in each call: a user may replace it on the class.
+    """
+
+    @functools.wraps(getattr(kind, name))
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(self, getattr(kind, name), *args, **kwargs)
+
+    return call
 
 
 _CALLS = tuple(kind.__call__ for kind in PIPELINES)

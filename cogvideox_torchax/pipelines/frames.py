@@ -14,13 +14,10 @@ from PIL import Image
 from cogvideox_torchax import runtime
 
 
-def to_bytes(frames: torch.Tensor) -> torch.Tensor:
-    """Return frames in [-1, 1] on JAX as the bytes that diffusers makes of them."""
-    return runtime.torch_view(_bytes_of)(frames)
-
-
+@runtime.torch_view
 @jax.jit
-def _bytes_of(frames: jax.Array) -> jax.Array:
+def to_bytes(frames: jax.Array) -> jax.Array:
+    """Return frames in [-1, 1], tensors on JAX, as the bytes that diffusers makes of them."""
     bits = jnp.finfo(frames.dtype)
     halved = frames.astype(jnp.float32) * 0.5 + 0.5
     # diffusers computes this in the dtype of the frames, to which XLA would not round a value in between.

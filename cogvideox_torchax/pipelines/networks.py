@@ -275,8 +275,9 @@ class KnownNetwork(CompiledNetwork):
         """Return whether this network is as its library ships it; if not, log the first change once."""
         change = change_in(self)
         if change is not None:
-            slower = "so it is compiled as it is, and takes longer"
-            runtime.warn_once(self, f"{self.component}: {change}, {slower}")
+            runtime.warn_once(
+                self, f"{self.component}: {change}, so it is compiled as it is, and takes longer"
+            )
         return change is None
 
     def run_program(self, network: nn.Module, tensors: dict[str, Any]) -> torch.Tensor | None:

@@ -23,20 +23,14 @@ from transformers.models.t5.modeling_t5 import T5EncoderModel as TransformersT5E
 
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.pipelines.blocks import Block
-from cogvideox_torchax.pipelines.call import pipeline_class
+from cogvideox_torchax.pipelines.call import pipeline_class, wrapped
 from cogvideox_torchax.pipelines.eight_bits import Weights, check_bits, quantize, take_bits
 from cogvideox_torchax.pipelines.frames import FrameProcessor
 from cogvideox_torchax.pipelines.networks import CompiledNetwork, KnownNetwork, port_layers, tie_weights
 from cogvideox_torchax.pipelines.offload import offload_models
 from cogvideox_torchax.pipelines.text_encoder import T5EncoderModel
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
-from cogvideox_torchax.runtime.models import (
-    CopiesWithoutPrograms,
-    PortedModel,
-    class_of,
-    save_as_stock,
-    wrapped,
-)
+from cogvideox_torchax.runtime.models import CopiesWithoutPrograms, PortedModel, class_of, save_as_stock
 from cogvideox_torchax.sharding import Parallel, check_one_slice
 from cogvideox_torchax.vae.torchax.autoencoder import check_vae_class, port_vae
 
@@ -168,9 +162,8 @@ def _check(name: str, model: Any, mesh: Any, parallel: Parallel | None) -> None:
     if mesh is not None and not isinstance(model, DiffusersAutoencoder):
         requested = parallel if name == "transformer" else None
         known_class(type(model)).choose_parallelism(model, mesh, requested)
-    takes_bits = _is_known(model) and not runtime.is_on_jax(model)
     check_vae_class(model)  # a VAE of another package must not be taken for an unknown network
-    if takes_bits:
+    if _is_known(model) and not runtime.is_on_jax(model):
         check_bits(name, model)
     elif upstream.is_cast(model):
         raise ValueError(CAST % type(model).__name__)

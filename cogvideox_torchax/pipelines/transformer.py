@@ -171,9 +171,11 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
         dp = 1 if self.mesh is None else self.mesh.shape["dp"]
         is_split = dp == 1 or self.placement.batch_axis(videos) or "dp" in self.placement.token_axes(videos)
         if not is_split:
-            words = f"the dp={dp} groups of devices do the same work, as they share a batch of {videos}"
-            advice = f"without guidance pass mesh=make_mesh(dp=1, tp={self.placement.mesh.size})"
-            runtime.warn_once(self, f"{self.component}: {words}; {advice}")
+            runtime.warn_once(
+                self,
+                f"{self.component}: the dp={dp} groups of devices do the same work, as they share a batch of "
+                f"{videos}; without guidance pass mesh=make_mesh(dp=1, tp={self.mesh.size})",
+            )
 
     @functools.wraps(DiffusersTransformer.forward)
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 from typing import Any
 
 import torch
@@ -23,19 +22,6 @@ def save_as_stock(model: nn.Module) -> None:
     )
     # diffusers writes the package of a part's `__module__` into model_index.json, to import its class from.
     vars(model)["__module__"] = next(stock_classes).__module__
-
-
-def wrapped(kind: type, name: str, wrapper: Any) -> Any:
-    """Return a method that runs `wrapper(self, method, ...)`, with the signature of the method `kind.name`.
-
-    The method is looked up in each call: a user may replace it on the class.
-    """
-
-    @functools.wraps(getattr(kind, name))
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(self, getattr(kind, name), *args, **kwargs)
-
-    return call
 
 
 def class_of(make: Any, kind: type, bases: tuple[type, ...], **members: Any) -> Any:
