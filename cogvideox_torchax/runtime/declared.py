@@ -65,11 +65,13 @@ def _text(value: Any, met: dict[int, tuple[int, Any]]) -> str:
 def _attributes_of(value: Any) -> dict[str, Any]:
     """Return the attributes that a program may read; a module's weights, its arguments, have no values."""
     attributes = dict(sorted(vars(value).items()))
-    if isinstance(value, nn.Module):
-        for name in list(attributes):
-            if name in UNREAD or (name in OF_EACH and not attributes[name]):
-                del attributes[name]
-        for table in ("_parameters", "_buffers"):
-            weights = vars(value)[table].items()
-            attributes[table] = {name: weight if weight is None else weight.dtype for name, weight in weights}
-    return attributes
+    if not isinstance(value, nn.Module):
+        return attributes
+    read = {
+        name: attribute
+        for name, attribute in attributes.items()
+        if name not in UNREAD and (attribute or name not in OF_EACH)
+    }
+    for table in ("_parameters", "_buffers"):
+        read[table] = {name: getattr(weight, "dtype", None) for name, weight in attributes[table].items()}
+    return read

@@ -300,7 +300,7 @@ def _run_operator(self: Any, func: Any, args: Any, options: Any, written: list[A
             return args[0]
     try:
         result = run(args, dict(options))  # which takes options out as it reads them
-        returned = _returned(func)
+        returned = [str(each.type) for each in func._schema.returns]
         if returned == ["bool"]:
             return bool(result)  # of `allclose`, whose result torchax leaves on the device
         if len(returned) > 1 and (isinstance(result, torch.Tensor) or len(result) != len(returned)):
@@ -479,11 +479,6 @@ def _all_on_devices(args: Any, options: Any, tensors: list[Any]) -> Any:
 @functools.cache
 def _names_of(implementation: Any) -> frozenset[str]:
     return frozenset(inspect.signature(implementation).parameters)
-
-
-@functools.cache
-def _returned(operator: Any) -> list[str]:
-    return [str(each.type) for each in operator._schema.returns]
 
 
 def _tensors_in(args: Any, options: Any) -> list[Any]:

@@ -1,9 +1,6 @@
 """Memory: errors of exhausted memory; and the question whether a mesh has devices of several processes."""
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
+from jax.sharding import Mesh
 
 EXHAUSTED = (
     "resource_exhausted",
@@ -21,6 +18,6 @@ def out_of_memory(error: BaseException) -> bool:
     return any(words in text for words in EXHAUSTED)
 
 
-def of_several_processes(mesh: "Mesh | None") -> bool:
+def of_several_processes(mesh: Mesh | None) -> bool:
     """Return whether a mesh has devices of more than one process."""
     return mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1
