@@ -172,8 +172,10 @@ class CompiledNetwork(PortedModel):
         if "forward" in vars(self) and runtime.is_on_jax(self):
             # Another library has set `forward`. It is not compiled, as it may keep tensors from one call for
             # the next: in a program these would be tensors of a trace, which have no values after the trace.
-            name, setter = self.component, upstream.module_of(vars(self)["forward"])
-            runtime.warn_once(self, f"{name}: the forward set by {setter} runs operation by operation")
+            setter = upstream.module_of(vars(self)["forward"])
+            runtime.warn_once(
+                self, f"{self.component}: the forward set by {setter} runs operation by operation"
+            )
         return super().__call__(*args, **kwargs)
 
     def place(self) -> None:

@@ -46,8 +46,11 @@ def run_checked(call: Callable[..., Any], pipe: Any, args: Any, kwargs: Any) -> 
         # The test is in the device's queue before the next step's network, and is read when that is there
         # too: the device does not wait.
         check_last_step()
-        place = f"step {step + 1} of {pipe.num_timesteps} (timestep {int(timestep)})"
-        last_step = runtime.all_finite(values[LATENTS]), place, values[LATENTS].dtype
+        last_step = (
+            runtime.all_finite(values[LATENTS]),
+            f"step {step + 1} of {pipe.num_timesteps} (timestep {int(timestep)})",
+            values[LATENTS].dtype,
+        )
         return callback(pipe, step, timestep, {name: values[name] for name in names}) if callback else {}
 
     bound.arguments |= {CALLBACK: end_step, INPUTS: [*dict.fromkeys([*names, LATENTS])]}

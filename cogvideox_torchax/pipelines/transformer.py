@@ -235,8 +235,9 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
                     self, functools.partial(CachedStep, self, attention_kwargs), tensors
                 )
         if sample is None:  # this model is not stock
-            forward = DiffusersTransformer.forward
-            return self.run_as_it_is(forward, hidden_states, encoder_hidden_states, timestep, **options)
+            return self.run_as_it_is(
+                DiffusersTransformer.forward, hidden_states, encoder_hidden_states, timestep, **options
+            )
         # A program's result has no gradient: a backward pass through `sample` raises this message.
         sample = runtime.without_gradient(
             self, hidden_states, sample, "on JAX a transformer has no gradients"

@@ -44,10 +44,10 @@ def watched(
     with contextlib.ExitStack() as hooks:
         for name, module in network.named_modules():
             if is_layer(name, module):
-                pre_hook = functools.partial(before_layer, name)
-                hooks.callback(module.register_forward_pre_hook(pre_hook, with_kwargs=True).remove)
-                hook = functools.partial(after_layer, name)
-                hooks.callback(module.register_forward_hook(hook).remove)
+                hooks.enter_context(
+                    module.register_forward_pre_hook(functools.partial(before_layer, name), with_kwargs=True)
+                )
+                hooks.enter_context(module.register_forward_hook(functools.partial(after_layer, name)))
         yield
 
 

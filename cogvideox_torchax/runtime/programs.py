@@ -223,10 +223,10 @@ class Program(ArrayProgram):
         # This one donates no cache, as the backward pass reads it again. `jax.vjp` takes no compiler options.
         self._differentiable = jax.jit(self._trace_for_gradients)
 
+    @torch.enable_grad()
     def _trace_for_gradients(self, weights: dict[str, Any], inputs: Any, cache: Any) -> Any:
         """Trace with torch's gradients on; with gradients off, modules skip gradient checkpointing."""
-        with torch.enable_grad():
-            return self._trace(weights, inputs, cache)
+        return self._trace(weights, inputs, cache)
 
     def weights(self, network: nn.Module) -> dict[str, Any]:
         """Return the arrays of a network's weights, by name, on the devices where the program takes them.
