@@ -240,6 +240,6 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
             )
         # A program's result has no gradient: a backward pass through `sample` raises this message.
         sample = runtime.without_gradient(
-            self, hidden_states, sample, "on JAX a transformer has no gradients"
+            self, [hidden_states], sample, "on JAX a transformer has no gradients"
         )
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)

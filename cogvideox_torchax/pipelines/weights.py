@@ -73,8 +73,11 @@ def _read_only_class(kind: Any) -> type[torch.Tensor]:
     def reduce(values: torch.Tensor, protocol: Any) -> Any:
         return runtime.plain_tensor(np.array(runtime.as_array(values))).__reduce_ex__(protocol)
 
-    members = dict.fromkeys(filter(WRITES.fullmatch, dir(kind)), refuse)
-    data = property(lambda values: read_only(values.detach()), refuse)
-    disabled = torch._C._disabled_torch_function_impl  # so that results are tensors of torch's own class
-    others = {"data": data, "__reduce_ex__": reduce, "__torch_function__": disabled}
-    return type(kind.__name__, (kind,), members | others)
+    members = {
+        **dict.fromkeys(filter(WRITES.fullmatch, dir(kind)), refuse),
+        "data": property(lambda values: read_only(values.detach()), refuse),
+        "__reduce_ex__": reduce,
+        # Results are tensors of torch's own class.
+        "__torch_function__": torch._C._disabled_torch_function_impl,
+    }
+    return type(kind.__name__, (kind,), members)

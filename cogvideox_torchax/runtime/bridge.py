@@ -5,7 +5,7 @@ which serve the bridge of TorchTPU (`torchtpu`) too.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -130,27 +130,28 @@ class _Refused(torch.autograd.Function):
 
 
 def without_gradient(
-    network: torch.nn.Module, x: torch.Tensor, result: torch.Tensor, why: str
+    network: torch.nn.Module, inputs: Sequence[torch.Tensor], result: torch.Tensor, why: str
 ) -> torch.Tensor:
-    """Return `result`, which `network` has computed from `x`, in a form that no backward pass goes through.
+    """Return `result`, which `network` has computed from `inputs`, so that no backward pass goes through it.
 
-    A backward pass raises `ValueError` with the message `why`. If none can come, as neither `x` nor the
+    A backward pass raises `ValueError` with the message `why`. If none can come, as neither an input nor the
     network requires a gradient, `result` is returned unchanged.
     """
-    if not wants_gradient(network, x):
+    if not wants_gradient(network, *inputs):
         return result
     # `result` is passed inside a function. If it were an argument, torch would return a view of it, and
     # forbid writes into this view.
-    return _Refused.apply(why, lambda: result, x, *network.parameters())  # pyright: ignore[reportReturnType]
+    return _Refused.apply(why, lambda: result, *inputs, *network.parameters())  # pyright: ignore[reportReturnType]
 
 
-def wants_gradient(network: torch.nn.Module, x: torch.Tensor) -> bool:
-    """Return whether a call of the network on `x` needs gradients.
+def wants_gradient(network: torch.nn.Module, *inputs: torch.Tensor) -> bool:
+    """Return whether a call of the network on `inputs` needs gradients.
 
-    It does if torch records operations, `x` is on an accelerator, and `x` or a weight requires a gradient.
+    It does if torch records operations, an input is on an accelerator, and one or a weight requires a
+    gradient.
     """
     return (
         torch.is_grad_enabled()
-        and on_accelerator(x)
-        and (x.requires_grad or any(weight.requires_grad for weight in network.parameters()))
+        and any(map(on_accelerator, inputs))
+        and any(tensor.requires_grad for tensor in (*inputs, *network.parameters()))
     )

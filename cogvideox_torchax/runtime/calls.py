@@ -262,11 +262,7 @@ def _without_gradient(model: nn.Module, leaves: list[Any], why: str, tensor: tor
     """Return `tensor`, of a method's result, so that a backward pass from it raises an error saying `why`."""
     if not on_jax(tensor) or not tensor.is_floating_point() or not torch.is_grad_enabled():
         return tensor
-    # A backward pass can come only if a weight or an argument, one of `leaves`, requires a gradient.
-    # `without_gradient` looks at the weights and at one input on JAX. It gets an argument that requires a
-    # gradient, or, if there is none, `tensor`, since it must get something.
-    trained_arguments = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
-    x = next(trained_arguments, tensor)
-    # The copy that `to_jax` makes of an argument on the host requires no gradient by itself.
-    x = x if on_jax(x) else to_jax(x).requires_grad_()
-    return without_gradient(model, x, tensor.detach(), why)
+    # A backward pass can come only if a weight or an argument, one of `leaves`, requires a gradient. The
+    # arguments may all be on the host: `tensor` is not.
+    arguments = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return without_gradient(model, [tensor, *arguments], tensor.detach(), why)

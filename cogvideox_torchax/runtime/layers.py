@@ -114,8 +114,7 @@ def check_no_global_hooks() -> None:
 
     They would also see the modules that this package puts around a network.
     """
-    hooks = upstream.global_hooks()
-    if any(upstream.module_of(hook) != __name__ for hook in hooks):
+    if any(upstream.module_of(hook) != __name__ for hook in upstream.global_hooks()):
         raise ValueError(
             "got hooks for all modules (register_module_forward_hook): on JAX register them on the model's "
             "modules, by module.register_forward_hook"

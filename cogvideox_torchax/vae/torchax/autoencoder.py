@@ -145,7 +145,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE):
             # On an accelerator, a backward pass from this result raises an error with the message. A plain
             # tensor's result is returned unchanged, and torch's own backward pass goes through the tiles.
             message = runtime.NO_GRADIENT if on_torchtpu else NO_GRADIENT_IN_TILES
-            return runtime.without_gradient(network, x, forward_pass(), message)
+            return runtime.without_gradient(network, [x], forward_pass(), message)
         if not runtime.wants_gradient(network, x):
             return forward_pass()
         program = self._program_of(network)
