@@ -174,7 +174,7 @@ class CogVideoXTransformer3DModel(KnownNetwork, DiffusersTransformer):
             runtime.warn_once(
                 self,
                 f"{self.component}: the dp={dp} groups of devices do the same work, as they share a batch of "
-                f"{videos}; without guidance pass mesh=make_mesh(dp=1, tp={self.mesh.size})",
+                f"{videos}; without guidance pass mesh=make_mesh(dp=1, tp={self.placement.mesh.size})",
             )
 
     @functools.wraps(DiffusersTransformer.forward)
