@@ -14,7 +14,6 @@ call's arguments:
 """
 
 import contextvars
-import functools
 import hashlib
 import inspect
 import math
@@ -234,7 +233,7 @@ def _rotary_tables(pipe: Any, inherited: Callable[..., Any], /, *args: Any, **kw
     return tuple(table.to(arguments["device"]) for table in tables)
 
 
-_WRAPPERS: dict[str, Callable[..., Any]] = {
+WRAPPERS: dict[str, Callable[..., Any]] = {
     "__call__": _call,
     "check_inputs": _check_inputs,
     "encode_prompt": _encode_prompt,
@@ -242,32 +241,6 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
     upstream.ROTARY_TABLES: _rotary_tables,
 }
 """By the name of a pipeline's method, the function that runs in its place."""
-
-
-@functools.cache
-def pipeline_class(kind: type, mixin: type) -> type:
-    """Return the ported subclass of a pipeline's class `kind`, with that class's own name and signatures.
-
-    It has the methods of `mixin`, and around those of `kind` the wrappers of this module.
-    """
-    around = {
-        name: wrapped(kind, name, wrapper) for name, wrapper in _WRAPPERS.items() if hasattr(kind, name)
-    }
-    return type(kind.__name__, (mixin, kind), {**around, "__module__": kind.__module__})
-
-
-def wrapped(kind: type, name: str, wrapper: Any) -> Any:
-    """Return a method that runs `wrapper(self, method, ...)`, with the signature of the method `kind.name`.
-
-    The method is looked up in each call: a user may replace it on the class.
-    """
-
-    @functools.wraps(getattr(kind, name))
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(self, getattr(kind, name), *args, **kwargs)
-
-    return call
-
 
 _CALLS = tuple(kind.__call__ for kind in PIPELINES)
 """The calls of CogVideoX's pipelines, which make frames of what `decode_latents` returns."""

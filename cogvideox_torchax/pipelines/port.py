@@ -23,7 +23,7 @@ from transformers.models.t5.modeling_t5 import T5EncoderModel as TransformersT5E
 
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.pipelines.blocks import Block
-from cogvideox_torchax.pipelines.call import pipeline_class, wrapped
+from cogvideox_torchax.pipelines.call import WRAPPERS
 from cogvideox_torchax.pipelines.eight_bits import Weights, check_bits, quantize, take_bits
 from cogvideox_torchax.pipelines.frames import FrameProcessor
 from cogvideox_torchax.pipelines.networks import CompiledNetwork, KnownNetwork, port_layers, tie_weights
@@ -68,9 +68,34 @@ def ported_class(kind: Any) -> type[CompiledNetwork]:
     # This package does not know what any other class computes: its methods are compiled as they are.
     compiled = METHODS if base is CompiledNetwork else ()
     members = {
-        name: wrapped(kind, name, CompiledNetwork.run_as_it_is) for name in compiled if hasattr(kind, name)
+        name: _wrapped(kind, name, CompiledNetwork.run_as_it_is) for name in compiled if hasattr(kind, name)
     }
     return class_of(ported_class, kind, (base, kind), **members)
+
+
+@functools.cache
+def pipeline_class(kind: type) -> type:
+    """Return the ported subclass of a pipeline's class `kind`, with that class's own name and signatures.
+
+    It has the methods of `PortedPipeline`, and around those of `kind` the wrappers of `call`.
+    """
+    around = {
+        name: _wrapped(kind, name, wrapper) for name, wrapper in WRAPPERS.items() if hasattr(kind, name)
+    }
+    return type(kind.__name__, (PortedPipeline, kind), {**around, "__module__": kind.__module__})
+
+
+def _wrapped(kind: type, name: str, wrapper: Any) -> Any:
+    """Return a method that runs `wrapper(self, method, ...)`, with the signature of the method `kind.name`.
+
+    The method is looked up in each call: a user may replace it on the class.
+    """
+
+    @functools.wraps(getattr(kind, name))
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(self, getattr(kind, name), *args, **kwargs)
+
+    return call
 
 
 def port_network(network: Any) -> Any:
@@ -149,7 +174,7 @@ def port_pipeline(
     for model in models.values():
         model.put_weights()  # pyright: ignore[reportCallIssue]
     if isinstance(pipe, DiffusionPipeline) and not isinstance(pipe, PortedPipeline):
-        pipe.__class__ = pipeline_class(type(pipe), PortedPipeline)
+        pipe.__class__ = pipeline_class(type(pipe))
         processor = getattr(pipe, "video_processor", None)
         if type(processor) is VideoProcessor:
             processor.__class__ = FrameProcessor
@@ -162,8 +187,9 @@ def _check(name: str, model: Any, mesh: Any, parallel: Parallel | None) -> None:
     if mesh is not None and not isinstance(model, DiffusersAutoencoder):
         requested = parallel if name == "transformer" else None
         known_class(type(model)).choose_parallelism(model, mesh, requested)
+    takes_bits = _is_known(model) and not runtime.is_on_jax(model)
     check_vae_class(model)  # a VAE of another package must not be taken for an unknown network
-    if _is_known(model) and not runtime.is_on_jax(model):
+    if takes_bits:
         check_bits(name, model)
     elif upstream.is_cast(model):
         raise ValueError(CAST % type(model).__name__)
