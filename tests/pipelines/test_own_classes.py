@@ -33,6 +33,7 @@ QUICK = {("image, 1.5", CogVideoXDPMScheduler), ("video on a mesh", CogVideoXDDI
 CASES = [
     case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow)
     for case in itertools.product(KINDS, SCHEDULERS)
+    if case != ("control", CogVideoXDPMScheduler)  # a TypeError in PyTorch too
 ]
 
 
