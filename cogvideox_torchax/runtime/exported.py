@@ -3,13 +3,14 @@
 JAX's compile cache has what a program compiles to. To look it up, a process traces and lowers the program,
 which takes ten seconds of one core for a chunk of the VAE. The network of a program may be able to say in a
 text all that the program depends on (`declared`). A digest of this text, of the shapes of the arguments, of
-the code and of the settings that tracing reads then names a file of `jax.export`.
+the code, of the chip and of the settings that tracing reads then names a file of `jax.export`.
 """
 
 import contextlib
 import functools
 import hashlib
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,11 @@ def _code() -> str:
     return f"{digest.hexdigest()} {others}"
 
 
+def _chip() -> str:
+    """Return JAX's name of the kind of the default device, for which kernels choose their sizes."""
+    return jax.devices()[0].device_kind
+
+
 def call(function: Callable[..., Any], network: Any, place: Any, *arguments: Any) -> Any:
     """Return `function(*arguments)`, while a program is traced; an earlier trace is read from its file.
 
@@ -58,7 +64,7 @@ def call(function: Callable[..., Any], network: Any, place: Any, *arguments: Any
     leaves, tree = jax.tree.flatten(arguments)
     structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     settings = jax.config.jax_enable_x64, jax.config.jax_numpy_dtype_promotion, pallas_mode()  # pyright: ignore
-    key = repr((network.name, text, _code(), settings, str(tree), structs))
+    key = repr((network.name, text, _code(), _chip(), settings, str(tree), structs))
     path = Path(directory) / f"{network.name}-{hashlib.sha256(key.encode()).hexdigest()}.exported"
     try:
         exported = export.deserialize(bytearray(path.read_bytes()))
@@ -68,7 +74,7 @@ def call(function: Callable[..., Any], network: Any, place: Any, *arguments: Any
             exported = export.export(flat, platforms=[place.platform], disabled_checks=CHECKS)(*structs)
         except (ValueError, NotImplementedError):  # it has a call that `jax.export` refuses
             return function(*arguments)
-        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
         with contextlib.suppress(OSError):  # a full disk, or a directory that is not writable
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_bytes(exported.serialize())

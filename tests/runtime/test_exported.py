@@ -7,9 +7,12 @@ import sys
 import jax
 import pytest
 import torch
+from diffusers.models.autoencoders.autoencoder_kl_cogvideox import CogVideoXDecoder3D
 
 from cogvideox_torchax import make_mesh, port, runtime
+from cogvideox_torchax.pipelines.transformer import TransformerStep
 from cogvideox_torchax.runtime import exported
+from cogvideox_torchax.runtime.declared import declared
 from cogvideox_torchax.runtime.programs import TorchNetwork
 from tests import reference, small_pipelines
 from tests.processes import ROOT
@@ -74,6 +77,10 @@ def change_code(_vae, monkeypatch):
     monkeypatch.setattr(exported, "_code", lambda: "another version")
 
 
+def change_chip(_vae, monkeypatch):
+    monkeypatch.setattr(exported, "_chip", lambda: "another chip")
+
+
 def turn_kernels_off(_vae, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_PALLAS", "off")
 
@@ -82,7 +89,10 @@ def place_on_mesh(vae, _monkeypatch):
     port(vae, mesh=make_mesh(1, 2))
 
 
-@pytest.mark.parametrize("change", [set_epsilon, set_dtype, change_code, turn_kernels_off, place_on_mesh])
+CHANGES = [set_epsilon, set_dtype, change_code, change_chip, turn_kernels_off, place_on_mesh]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_a_program_depends_on_changes_the_name_of_its_file(change, directory, vae, decode, monkeypatch):
     decode()
     before = files(directory)
@@ -91,11 +101,25 @@ def test_what_a_program_depends_on_changes_the_name_of_its_file(change, director
     assert len(files(directory)) == 2 * len(before) > 0
 
 
-def test_where_a_config_comes_from_does_not_count(directory, vae, decode):
-    decode()
-    before = files(directory)
-    vae.register_to_config(_name_or_path="elsewhere", _use_default_values=["sample_width", "act_fn"])
-    decode()
+def test_of_a_config_all_counts_but_where_it_comes_from():
+    model = port(small_pipelines.one_layer("text")).transformer
+    text = declared(TransformerStep(model), None)
+    model.register_to_config(_name_or_path="elsewhere", _use_default_values=["sample_width", "patch_bias"])
+    assert text is not None
+    assert declared(TransformerStep(model), None) == text
+    model.register_to_config(sample_width=99)
+    assert declared(TransformerStep(model), None) != text
+
+
+def test_a_method_that_somebody_has_replaced_is_traced(directory, decode, monkeypatch):
+    plain, before, forward = decode(), files(directory), CogVideoXDecoder3D.forward
+
+    def doubled(self, *args, **kwargs):
+        frames, cache = forward(self, *args, **kwargs)
+        return frames * 2, cache
+
+    monkeypatch.setattr(CogVideoXDecoder3D, "forward", doubled)
+    assert reference.largest_error(decode(), plain * 2) < 1e-5
     assert files(directory) == before
 
 
