@@ -300,10 +300,10 @@ def _run_operator(self: Any, func: Any, args: Any, options: Any, written: list[A
             return args[0]
     try:
         result = run(args, dict(options))  # which takes options out as it reads them
-        returned = [str(each.type) for each in func._schema.returns]
-        if returned == ["bool"]:
+        returns = func._schema.returns
+        if len(returns) == 1 and str(returns[0].type) == "bool":
             return bool(result)  # of `allclose`, whose result torchax leaves on the device
-        if len(returned) > 1 and (isinstance(result, torch.Tensor) or len(result) != len(returned)):
+        if len(returns) > 1 and (isinstance(result, torch.Tensor) or len(result) != len(returns)):
             # Of `slogdet`'s four results torchax has two.
             raise import_torchax().tensor.OperatorNotFound(f"{name} with {len(returned)} results")
         is_lost = len(written) == 1 and result is not written[0]  # of `embedding_renorm_`
@@ -380,12 +380,12 @@ def _on_host(func: Any, args: Any, options: Any, written: list[Any]) -> Any:
     if "device" in options:
         options = options | {"device": torch.device("cpu")}
     with no_dispatch():
-        host_args, host_options = pytree.tree_map_only(torch.Tensor, host_copy, (args, options))
+        host_args, host_options = _map_tensors(host_copy, (args, options))
         try:
             results = func(*host_args, **host_options)
         except (RuntimeError, IndexError):  # indices, which JAX has in 32 bits
-            host_args = pytree.tree_map_only(
-                torch.Tensor, lambda each: each.long() if each.dtype == torch.int32 else each, host_args
+            host_args = _map_tensors(
+                lambda each: each.long() if each.dtype == torch.int32 else each, host_args
             )
             results = func(*host_args, **host_options)
     for tensor, host in hosts.values():
@@ -414,7 +414,7 @@ def _written(func: Any, args: Any, options: Any) -> list[Any]:
         args[position] if position < len(args) else options.get(name)
         for position, name in _written_arguments(func)
     ]
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)] if values else []
+    return _tensors_in(values, {})
 
 
 @functools.cache
@@ -473,7 +473,7 @@ def _all_on_devices(args: Any, options: Any, tensors: list[Any]) -> Any:
             return to_jax(tensor) if tensor.ndim else tensor
         return type(tensor)(tensor.jax(), tensor._env) if views.waits(tensor) else tensor
 
-    return pytree.tree_map_only(torch.Tensor, on_devices, (args, options))
+    return _map_tensors(on_devices, (args, options))
 
 
 @functools.cache
@@ -484,8 +484,13 @@ def _names_of(implementation: Any) -> frozenset[str]:
 def _tensors_in(args: Any, options: Any) -> list[Any]:
     leaves = [*args, *options.values()]
     if any(isinstance(leaf, list | tuple | dict) for leaf in leaves):  # else the list is flat already
-        leaves = pytree.tree_leaves(leaves)
+        leaves = jax.tree.leaves(leaves)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _map_tensors(function: Callable[[Any], Any], tree: Any) -> Any:
+    # By JAX's trees, which take a tenth of the time of PyTorch's, but know no classes of results.
+    return jax.tree.map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def to_jax(tensor: torch.Tensor) -> Any:
