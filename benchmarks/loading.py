@@ -17,8 +17,8 @@ from benchmarks import ops
 from benchmarks.jobs import Size
 from benchmarks.plan import networks, videos
 from cogvideox_torchax import backends, runtime
+from cogvideox_torchax.arrays.places import describes_one_input
 from cogvideox_torchax.pipelines.port import port_network
-from cogvideox_torchax.runtime.places import describes_one_input
 from cogvideox_torchax.sharding import make_mesh
 from cogvideox_torchax.vae.checkpoint import locate_vae
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction

@@ -76,10 +76,10 @@ def answer(do: str, request: dict[str, Any]) -> dict[str, Any]:
 
 def failure(error: BaseException) -> dict[str, Any]:
     """Return the result for an error: "does not fit" where memory ran out, else "failed", and the reason."""
-    from cogvideox_torchax import runtime  # imports torch, which asking does not need
+    from cogvideox_torchax.vae.memory import out_of_memory  # imports torch, which asking does not need
 
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    return {"status": "does not fit" if runtime.out_of_memory(error) else "failed", "reason": text}
+    return {"status": "does not fit" if out_of_memory(error) else "failed", "reason": text}
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ __getattr__, __dir__, __all__ = attach(__name__, __file__)
 def _leave_jax() -> None:
     """Refuse JAX in a forked child, such as a DataLoader's worker, in which it would hang."""
     # Imported here, so that importing the package is quick.
-    importlib.import_module("cogvideox_torchax.runtime.forks").leave_jax()
+    importlib.import_module("cogvideox_torchax.arrays.forks").leave_jax()
 
 
 os.register_at_fork(after_in_child=_leave_jax)

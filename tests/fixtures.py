@@ -15,7 +15,7 @@ import torchax
 from jax.experimental.compilation_cache import compilation_cache
 
 from cogvideox_torchax import cli, make_mesh, port
-from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
+from cogvideox_torchax.arrays.compile_cache import configure_compile_cache
 from cogvideox_torchax.upstream import torchax_is_on
 from tests import reference
 

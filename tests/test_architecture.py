@@ -28,7 +28,8 @@ LEVELS = (
     ("jax_kernels",),
     ("lazy", "versions"),
     ("cogvideox_torchax", "upstream"),
-    ("runtime", "terminal"),
+    ("arrays", "terminal"),
+    ("runtime",),
     ("files",),
     ("sharding",),
     ("vae",),
@@ -225,9 +226,9 @@ MUTATIONS = {
         "vae imports cogvideox_torchax.cli.common, of a level that is not above its own",
     ),
     "a climb inside a function": (
-        "cogvideox_torchax.runtime.arrays",
+        "cogvideox_torchax.arrays.values",
         "def f():\n    from cogvideox_torchax.sharding import spread",
-        "runtime imports cogvideox_torchax.sharding, of a level",
+        "arrays imports cogvideox_torchax.sharding, of a level",
     ),
     "a climb through a public name": (
         "cogvideox_torchax.files.video",

@@ -27,6 +27,7 @@ from benchmarks.plan import videos
 from benchmarks.plan.chips import GIB, Chip, PlanError
 from benchmarks.plan.programs import Work
 from cogvideox_torchax import runtime
+from cogvideox_torchax.arrays.places import describes_one_input
 from cogvideox_torchax.files.models import INDEX, locate, read_json
 from cogvideox_torchax.pipelines import caches
 from cogvideox_torchax.pipelines.cache_options import config_of
@@ -35,7 +36,6 @@ from cogvideox_torchax.pipelines.networks import KnownNetwork
 from cogvideox_torchax.pipelines.port import port_network
 from cogvideox_torchax.pipelines.transformer import CachedStep
 from cogvideox_torchax.runtime.calls import MethodCall
-from cogvideox_torchax.runtime.places import describes_one_input
 from cogvideox_torchax.sharding import Parallel
 
 TRANSFORMERS: dict[str, dict[str, Any]] = {

@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.plan.programs import Work
 from cogvideox_torchax import backends, runtime
+from cogvideox_torchax.arrays import places
 from cogvideox_torchax.files.models import ModelError, locate
 from cogvideox_torchax.vae import checkpoint, tiling
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, NCTHW, NTHWC, Direction
@@ -155,12 +156,12 @@ def chunk_program(
         weightless.mesh = vae.mesh  # which `placement` reads
         network, structs = weightless.network(direction)
         network = replace(network, weights=structs)
-        program: Any = runtime.ArrayProgram(network, weightless.placement(direction))
+        program: Any = places.ArrayProgram(network, weightless.placement(direction))
     else:
         network = chunk_network(stock_of(vae) if backend == "torchax-stock" else vae, direction)
         program = runtime.Program(network, vae.program(direction).place)  # one that the model does not keep
     if mesh.size == 1:  # otherwise `place_on` has chosen the program's devices
-        program.place = runtime.Place(mesh.devices.item())
+        program.place = places.Place(mesh.devices.item())
     return program, NTHWC if backend == "flax" else NCTHW
 
 

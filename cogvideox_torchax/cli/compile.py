@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cogvideox_torchax import runtime
+from cogvideox_torchax.arrays.compile_cache import COMPILE_CACHE_VARIABLE, configure_compile_cache
 from cogvideox_torchax.cli import common, devices, generate
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.terminal import CompileClock
@@ -21,9 +21,9 @@ from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 
 def run(args: argparse.Namespace) -> None:
     """Compile the programs that encode and decode each size into JAX's cache, and report the seconds."""
-    cache = runtime.configure_compile_cache()
+    cache = configure_compile_cache()
     if not cache:
-        raise ValueError(f"the compile cache is off: set {runtime.COMPILE_CACHE_VARIABLE} to a directory")
+        raise ValueError(f"the compile cache is off: set {COMPILE_CACHE_VARIABLE} to a directory")
     if args.pipeline:
         works = {"pipeline": functools.partial(_generate, args)}
     else:

@@ -4,7 +4,7 @@ import argparse
 import platform
 from typing import Any
 
-from cogvideox_torchax import runtime
+from cogvideox_torchax.arrays.compile_cache import configure_compile_cache
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.versions import installed, untested
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         import jax
 
-        report["compile cache"] = runtime.configure_compile_cache() or "off"
+        report["compile cache"] = configure_compile_cache() or "off"
         report["devices"] = ", ".join(f"{one.platform}:{one.id} ({one.device_kind})" for one in jax.devices())
     except Exception as error:
         reason = " ".join(str(error).split())[:200]

@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from cogvideox_torchax import runtime
 from cogvideox_torchax.files.whole import OutputError
+from cogvideox_torchax.vae.memory import out_of_memory
 
 Job = TypeVar("Job")
 
@@ -53,7 +53,7 @@ def attempt(
     try:
         return step(argument), None
     except errors as error:
-        is_out_of_memory = runtime.out_of_memory(error)
+        is_out_of_memory = out_of_memory(error)
         if isinstance(error, OutputError) or (isinstance(error, RuntimeError) and not is_out_of_memory):
             raise
         message = " ".join(str(error).split())  # on one line; "" for Python's own `MemoryError`

@@ -39,7 +39,7 @@ from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.pipelines import frames, steps
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
 from cogvideox_torchax.runtime.trees import replaced_method
-from cogvideox_torchax.sharding import check_same
+from cogvideox_torchax.sharding import check_same, of_several_processes
 from cogvideox_torchax.vae.directions import DECODE
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
@@ -145,17 +145,34 @@ def _call(pipe: Any, inherited: Callable[..., Any], /, *args: Any, **kwargs: Any
     )
     token = _PICTURES_OF.set(pipe if returns_pictures else None)
     try:
-        with runtime.CudaIsJAX():
+        with CudaIsJAX():
             return steps.run_checked(inherited, pipe, args, kwargs)
     finally:
         _PICTURES_OF.reset(token)
+
+
+class CudaIsJAX(torch.overrides.TorchFunctionMode):
+    """Mode in which "cuda" in other people's code means JAX: as a device, and as a tensor's `cuda()`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda:
+            func, args = torch.Tensor.to, (args[0], "jax")
+        elif func is torch.Tensor.to:
+            args = tuple("jax" if _is_cuda(value) else value for value in args)
+        if kwargs and _is_cuda(kwargs.get("device")):
+            kwargs = kwargs | {"device": "jax"}
+        return func(*args, **kwargs or {})
+
+
+def _is_cuda(value: Any) -> bool:
+    return isinstance(value, str | torch.device) and str(value).partition(":")[0] == "cuda"
 
 
 def _check_same_in_all_processes(pipe: Any, arguments: dict[str, Any]) -> None:
     """Raise `ProcessError` in every process if one makes another call, or of a pipeline that differs."""
     parts = pipe.components
     mesh = next((part.mesh for part in parts.values() if getattr(part, "mesh", None) is not None), None)
-    if mesh is None or not runtime.of_several_processes(mesh):
+    if mesh is None or not of_several_processes(mesh):
         return
     arguments = {**arguments, "mesh": (repr(mesh), mesh.device_ids.tolist())}
     if arguments.get("generator", "") is None:

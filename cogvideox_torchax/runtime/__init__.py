@@ -1,7 +1,6 @@
-"""torch on JAX: tensors and arrays, compiled programs, weights, and the compile cache.
+"""torch on JAX: JAX as a device of PyTorch's, tensors and arrays, compiled programs, weights.
 
-A name's module is imported at the name's first use, since some modules import torch and others, such as
-`arrays`, do without it. The list of names is `__init__.pyi`.
+A name's module is imported at the name's first use. The list of names is `__init__.pyi`.
 """
 
 from cogvideox_torchax.lazy import attach

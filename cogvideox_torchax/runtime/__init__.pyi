@@ -1,17 +1,10 @@
 """The public names of `runtime`, each with its module; `__init__.py` reads them here."""
 
-from cogvideox_torchax.runtime.arrays import (
-    concatenate as concatenate,
-    first_nonfinite_of as first_nonfinite_of,
-    largest_of as largest_of,
-    take as take,
-)
 from cogvideox_torchax.runtime.bridge import (
     all_finite as all_finite,
     array_of as array_of,
     as_array as as_array,
     dtype_name as dtype_name,
-    fetch_async as fetch_async,
     first_nonfinite as first_nonfinite,
     is_on_jax as is_on_jax,
     jax_dtype as jax_dtype,
@@ -26,17 +19,8 @@ from cogvideox_torchax.runtime.bridge import (
 from cogvideox_torchax.runtime.calls import (
     run_method as run_method,
 )
-from cogvideox_torchax.runtime.compile_cache import (
-    COMPILE_CACHE_VARIABLE as COMPILE_CACHE_VARIABLE,
-    configure_compile_cache as configure_compile_cache,
-)
 from cogvideox_torchax.runtime.device import (
-    CudaIsJAX as CudaIsJAX,
-    on_meta as on_meta,
     tracing as tracing,
-)
-from cogvideox_torchax.runtime.forks import (
-    check_not_forked as check_not_forked,
 )
 from cogvideox_torchax.runtime.host import (
     device_and_dtype as device_and_dtype,
@@ -50,16 +34,8 @@ from cogvideox_torchax.runtime.host import (
 from cogvideox_torchax.runtime.layers import (
     profiling as profiling,
 )
-from cogvideox_torchax.runtime.memory import (
-    of_several_processes as of_several_processes,
-    out_of_memory as out_of_memory,
-)
 from cogvideox_torchax.runtime.operations import (
     torch_view as torch_view,
-)
-from cogvideox_torchax.runtime.places import (
-    ArrayProgram as ArrayProgram,
-    Place as Place,
 )
 from cogvideox_torchax.runtime.programs import (
     Program as Program,

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import torch
 
-from cogvideox_torchax.runtime import arrays
+from cogvideox_torchax.arrays import values
 from cogvideox_torchax.runtime.device import fetched, import_torchax, to_jax as to_jax
 from cogvideox_torchax.runtime.host import TPU, host_array, on_jax
 from cogvideox_torchax.upstream import array_in
@@ -56,12 +56,6 @@ def to_torch(tensor: torch.Tensor) -> torch.Tensor:
     return fetched(tensor) if on_jax(tensor) or not on_tpu(tensor) else tensor.cpu()
 
 
-def fetch_async(tensor: torch.Tensor) -> None:
-    """Start copying a tensor on JAX to the host in the background, so that `to_torch` waits less later."""
-    if on_jax(tensor):
-        array_of(tensor).copy_to_host_async()
-
-
 def as_array(value: Any) -> Any:
     """Return a plain tensor as a NumPy array, and a tensor on JAX as its JAX array, without a copy.
 
@@ -88,7 +82,7 @@ def largest(tensor: torch.Tensor) -> float | None:
     It is None too for a tensor on JAX that is being traced, and so has no values.
     """
     if on_jax(tensor) or not tensor.dtype.is_floating_point:
-        return arrays.largest_of(as_array(tensor))
+        return values.largest_of(as_array(tensor))
     # By the least and the greatest value, as `tensor.abs()` would copy the tensor.
     return float(torch.stack(tensor.detach().aminmax()).abs().max())
 
@@ -96,9 +90,9 @@ def largest(tensor: torch.Tensor) -> float | None:
 def first_nonfinite(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """Return the index of the first NaN or Inf; None if there is none, for integers and for a traced tensor.
 
-    For a tensor on JAX with shards in other processes, see `arrays.first_nonfinite_of`.
+    For a tensor on JAX with shards in other processes, see `values.first_nonfinite_of`.
     """
-    return arrays.first_nonfinite_of(as_array(tensor))
+    return values.first_nonfinite_of(as_array(tensor))
 
 
 def all_finite(tensor: torch.Tensor) -> Any:
@@ -106,7 +100,7 @@ def all_finite(tensor: torch.Tensor) -> Any:
 
     The result is one bool on the tensor's device, which may still be computing; Python's `bool` waits for it.
     """
-    return arrays.all_finite_of(array_of(tensor)) if on_jax(tensor) else torch.isfinite(tensor).all()
+    return values.all_finite_of(array_of(tensor)) if on_jax(tensor) else torch.isfinite(tensor).all()
 
 
 # Results of programs without gradients: a backward pass through one is an error in words

@@ -25,10 +25,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from cogvideox_torchax.arrays.places import Place
 from cogvideox_torchax.runtime.bridge import array_of, tensor_of, to_jax, without_gradient
 from cogvideox_torchax.runtime.device import RandomInTraceError
 from cogvideox_torchax.runtime.host import on_jax
-from cogvideox_torchax.runtime.places import Place
 from cogvideox_torchax.runtime.programs import Program, Programs, programs_of, warn_once
 from cogvideox_torchax.runtime.trees import Tree, UntraceableError
 from cogvideox_torchax.runtime.weights import named_tensors

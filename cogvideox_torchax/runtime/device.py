@@ -32,9 +32,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
 from cogvideox_torchax import upstream
+from cogvideox_torchax.arrays.compile_cache import configure_compile_cache
+from cogvideox_torchax.arrays.forks import check_not_forked
 from cogvideox_torchax.runtime import views
-from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
-from cogvideox_torchax.runtime.forks import check_not_forked
 from cogvideox_torchax.runtime.host import (
     PLAIN,
     TPU,
@@ -305,7 +305,7 @@ def _run_operator(self: Any, func: Any, args: Any, options: Any, written: list[A
             return bool(result)  # of `allclose`, whose result torchax leaves on the device
         if len(returns) > 1 and (isinstance(result, torch.Tensor) or len(result) != len(returns)):
             # Of `slogdet`'s four results torchax has two.
-            raise import_torchax().tensor.OperatorNotFound(f"{name} with {len(returned)} results")
+            raise import_torchax().tensor.OperatorNotFound(f"{name} with {len(returns)} results")
         is_lost = len(written) == 1 and result is not written[0]  # of `embedding_renorm_`
         return written[0].copy_(result) if is_lost else result
     except (import_torchax().tensor.OperatorNotFound, TypeError) as error:
@@ -525,23 +525,6 @@ def _shown(tensor: Any) -> str:
     return f"{repr(fetched(tensor)).removesuffix(')')}, device='jax:0')"
 
 
-class CudaIsJAX(torch.overrides.TorchFunctionMode):
-    """Mode in which "cuda" in other people's code means JAX: as a device, and as a tensor's `cuda()`."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.cuda:
-            func, args = torch.Tensor.to, (args[0], "jax")
-        elif func is torch.Tensor.to:
-            args = tuple("jax" if _is_cuda(value) else value for value in args)
-        if kwargs and _is_cuda(kwargs.get("device")):
-            kwargs = kwargs | {"device": "jax"}
-        return func(*args, **kwargs or {})
-
-
-def _is_cuda(value: Any) -> bool:
-    return isinstance(value, str | torch.device) and str(value).partition(":")[0] == "cuda"
-
-
 # A program: torchax is on while it is traced
 
 
@@ -557,12 +540,6 @@ def tracing() -> Iterator[None]:
     # `inference_mode(False)` turns gradients on, so their setting is restored after it.
     with torchax_on, torch.inference_mode(False), torch.set_grad_enabled(records_gradients):
         yield
-
-
-def on_meta(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return `build(*args, **kwargs)`; the weights that it makes take no memory: torch's device "meta"."""
-    with torch.device("meta"):
-        return build(*args, **kwargs)
 
 
 if upstream.added_device() != TPU:  # PyTorch has room for one device, which may be TorchTPU's

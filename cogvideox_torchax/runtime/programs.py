@@ -1,6 +1,6 @@
 """Programs of torch modules, and the programs that a model keeps.
 
-`runtime.places` explains the terms *place*, *cache* and *struct*, and `runtime.trees` explains *module tree*.
+`arrays.places` explains the terms *place*, *cache* and *struct*, and `runtime.trees` explains *module tree*.
 A *skeleton* is a copy of a module tree, to be traced.
 """
 
@@ -17,6 +17,7 @@ import jax
 import torch
 from torch import nn
 
+from cogvideox_torchax.arrays.places import ArrayProgram, Place
 from cogvideox_torchax.runtime.bridge import array_of, as_array, jax_dtype
 from cogvideox_torchax.runtime.declared import declared
 from cogvideox_torchax.runtime.device import import_torchax, tracing
@@ -24,7 +25,6 @@ from cogvideox_torchax.runtime.host import on_jax
 from cogvideox_torchax.runtime.layers import check_no_global_hooks, is_profiling, named_layers
 from cogvideox_torchax.runtime.models import PROGRAMS
 from cogvideox_torchax.runtime.outside import Variables
-from cogvideox_torchax.runtime.places import ArrayProgram, Place
 from cogvideox_torchax.runtime.trees import Tree, UntraceableError, skeleton, weightless
 from cogvideox_torchax.runtime.weights import named_tensors, put_weights
 from cogvideox_torchax.upstream import array_in, is_traced, replace_array

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import torch
 from torch.utils._mode_utils import no_dispatch
 
-from cogvideox_torchax.runtime.forks import check_not_forked
+from cogvideox_torchax.arrays.forks import check_not_forked
 from cogvideox_torchax.runtime.host import (
     is_in_host_memory,
     on_default_device,

@@ -17,6 +17,7 @@ from cogvideox_torchax.sharding.processes import (
     connect,
     exit_at_once,
     is_first,
+    of_several_processes,
     wait_for_all,
 )
 
@@ -34,6 +35,7 @@ __all__ = [
     "exit_at_once",
     "is_first",
     "make_mesh",
+    "of_several_processes",
     "spread",
     "wait_for_all",
 ]

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from cogvideox_torchax.runtime.places import Place
+from cogvideox_torchax.arrays.places import Place
 from cogvideox_torchax.upstream import is_traced
 
 AXES = ("dp", "tp")

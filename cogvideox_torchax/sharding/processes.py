@@ -17,8 +17,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from cogvideox_torchax import runtime
-
 TIMEOUT = 60
 """Seconds to wait for a process that does not join, or that sends no sign of life."""
 CALL_TIMEOUT = 600
@@ -106,6 +104,11 @@ def check_one_slice(mesh: Mesh | None) -> None:
         )
 
 
+def of_several_processes(mesh: Mesh | None) -> bool:
+    """Return whether a mesh has devices of more than one process."""
+    return mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1
+
+
 def check_same(mesh: Mesh | None, call: Mapping[str, Any]) -> None:
     """Check that all processes of a mesh make the same call; without other processes do nothing.
 
@@ -118,7 +121,7 @@ def check_same(mesh: Mesh | None, call: Mapping[str, Any]) -> None:
     Raises:
         ProcessError: a process differs, or does not come; it is raised in every process.
     """
-    if mesh is None or not runtime.of_several_processes(mesh):
+    if mesh is None or not of_several_processes(mesh):
         return
     own, calls = jax.process_index(), _in_time(lambda: _gathered(mesh.devices.ravel().tolist(), call))
     for process, other in calls.items():

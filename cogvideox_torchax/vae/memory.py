@@ -23,8 +23,18 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from cogvideox_torchax import runtime
+from cogvideox_torchax.sharding import of_several_processes
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.sizes import SMALLEST_TILE, parse_size
+
+EXHAUSTED = (
+    "resource_exhausted",
+    "out of memory",
+    "not enough memory",
+    "can't allocate memory",
+    "memoryerror",
+)
+"""Words in the messages of XLA, CUDA, PyTorch and Python for exhausted memory, in lower case."""
 
 CACHE_BYTES = {ENCODE: 5217, DECODE: 8187}
 """The bytes of the convolutions' cache for each pixel of a frame of the video.
@@ -180,13 +190,19 @@ def retry_tiled_on_oom(
             yielded += 1
         return
     except Exception as error:
-        if runtime.of_several_processes(getattr(vae, "mesh", None)) or not runtime.out_of_memory(error):
+        if of_several_processes(getattr(vae, "mesh", None)) or not out_of_memory(error):
             raise
     scale = vae.spatial_compression_ratio
     tile = [max(side // 2 // scale, SMALLEST_TILE) * scale for side in sides]
     say(f"out of memory after {yielded} chunks: going on in tiles of {tile[0]} x {tile[1]} pixels")
     vae.enable_tiling(*tile)
     yield from itertools.islice(start(), yielded, None)  # without the results that were yielded before
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Return whether an error reports exhausted memory, of the device or of the host."""
+    text = f"{type(error).__name__}: {error}".lower()
+    return any(words in text for words in EXHAUSTED)
 
 
 def free_memory(mesh: Mesh | None = None) -> int:
@@ -196,7 +212,7 @@ def free_memory(mesh: Mesh | None = None) -> int:
     processes the result is the least that a process finds, and every process must call this.
     """
     local_bytes = _free_memory(1 if mesh is None else mesh.local_mesh.size)
-    if not runtime.of_several_processes(mesh):
+    if not of_several_processes(mesh):
         return local_bytes
     # In MiB, which fit into 32 bits: JAX has no 64-bit integers by default.
     mebibytes = multihost_utils.process_allgather(np.asarray(local_bytes // 2**20, np.int32))

@@ -19,6 +19,7 @@ from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
 from diffusers.models.autoencoders.vae import DecoderOutput, DiagonalGaussianDistribution
 
 from cogvideox_torchax import runtime
+from cogvideox_torchax.arrays import values
 from cogvideox_torchax.runtime.host import host_view
 from cogvideox_torchax.runtime.models import PortedModel
 from cogvideox_torchax.runtime.trees import replaced_method
@@ -311,7 +312,7 @@ def frames_of_chunks(vae: Any, direction: Direction, x: torch.Tensor) -> Iterato
     """Yield the chunks (N, C, t, H, W) of a video or of latents, as arrays if it is on JAX."""
     whole = runtime.as_array(x) if runtime.on_jax(x) else x
     for chunk in Direction(direction).chunks(vae, x.shape[2]):  # `direction` may be a name
-        yield runtime.take(whole, 2, chunk.start, len(chunk))
+        yield values.take(whole, 2, chunk.start, len(chunk))
 
 
 def as_tensor(result: Any) -> torch.Tensor:
@@ -325,7 +326,7 @@ def joined(results: Iterator[Any], x: torch.Tensor) -> torch.Tensor:
     # because fetching waits.
     parts = list(results)
     if isinstance(parts[0], torch.Tensor) or runtime.on_accelerator(x):
-        return as_tensor(runtime.concatenate(parts, 2))
+        return as_tensor(values.concatenate(parts, 2))
     for part in parts:
         part.copy_to_host_async()
     return runtime.plain_tensor(np.concatenate(list(map(host_view, parts)), 2))
@@ -378,12 +379,13 @@ def fetched_one_behind(results: Iterator[Any]) -> Iterator[torch.Tensor]:
 
     If a result fails, the one before it is yielded before the error is raised.
     """
-    # On JAX, a step of the loop only starts the computation of a chunk, and `fetch_async` only starts the
-    # copy of its result to the host. `to_torch` waits for both.
+    # On JAX, a step of the loop only starts the computation of a chunk, and then the copy of its result to
+    # the host. `to_torch` waits for both.
     before = None
     try:
         for result in map(as_tensor, results):
-            runtime.fetch_async(result)
+            if runtime.on_jax(result):
+                runtime.array_of(result).copy_to_host_async()
             if before is not None:
                 yield runtime.to_torch(before)
             before = result

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from cogvideox_torchax.runtime import arrays
+from cogvideox_torchax.arrays import values
 from cogvideox_torchax.vae.chunks import Step
 from cogvideox_torchax.vae.directions import Axes, Direction
 from cogvideox_torchax.vae.pixels import to_uint8
@@ -178,8 +178,8 @@ def join(tiles: Sequence[Sequence[Any]], plan: TilePlan, height_axis: int) -> An
         tile = _slice_of(tile, height_axis, 0, plan.rows.keep)
         return _slice_of(tile, width_axis, 0, plan.columns.keep)
 
-    joined_rows = [arrays.concatenate(list(map(crop, row_tiles)), width_axis) for row_tiles in blended]
-    return arrays.concatenate(joined_rows, height_axis)
+    joined_rows = [values.concatenate(list(map(crop, row_tiles)), width_axis) for row_tiles in blended]
+    return values.concatenate(joined_rows, height_axis)
 
 
 def _blend_edge(previous: Any, tile: Any, extent: int, axis: int) -> Any:
@@ -202,7 +202,7 @@ def _blend_edge(previous: Any, tile: Any, extent: int, axis: int) -> Any:
     # The weights are float32, so a mixture of bfloat16 tiles is float32 too.
     mixed = previous_edge * (1 - weight) + tile_edge * weight
     mixed = mixed.astype(tile.dtype) if isinstance(tile, np.ndarray | jax.Array) else mixed.to(tile.dtype)
-    return arrays.concatenate([mixed, _slice_of(tile, axis, extent, tile.shape[axis])], axis)
+    return values.concatenate([mixed, _slice_of(tile, axis, extent, tile.shape[axis])], axis)
 
 
 def _slice_of(x: Any, axis: int, start: int, stop: int) -> Any:

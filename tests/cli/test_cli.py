@@ -21,10 +21,10 @@ from jax.experimental.compilation_cache import compilation_cache
 from safetensors.torch import load_file
 
 from cogvideox_torchax import cli, runtime, versions
+from cogvideox_torchax.arrays.compile_cache import COMPILE_CACHE_VARIABLE, device
 from cogvideox_torchax.cli import common, doctor
 from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.files import latents, video
-from cogvideox_torchax.runtime import COMPILE_CACHE_VARIABLE, device
 from cogvideox_torchax.vae.tolerances import psnr
 from tests import reference
 from tests.fixtures import torchax_disabled

@@ -3,7 +3,7 @@
 import jaxtyping
 import pytest
 
-from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
+from cogvideox_torchax.arrays.compile_cache import configure_compile_cache
 from tests import reference
 from tests.reference import as_on_a_tpu, interpreted_kernels
 

@@ -14,8 +14,8 @@ import torch
 from diffusers import CogVideoXPipeline, TaylorSeerCacheConfig
 
 from cogvideox_torchax import load_pipeline, make_mesh, port, runtime
+from cogvideox_torchax.arrays import places
 from cogvideox_torchax.pipelines import offload, sharding
-from cogvideox_torchax.runtime import places
 from tests import small_pipelines
 from tests.reference import largest_error
 from tests.small_pipelines import one_layer as build

@@ -10,8 +10,8 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_cogvideox import CogVideoXDecoder3D
 
 from cogvideox_torchax import make_mesh, port, runtime
+from cogvideox_torchax.arrays import exported
 from cogvideox_torchax.pipelines.transformer import TransformerStep
-from cogvideox_torchax.runtime import exported
 from cogvideox_torchax.runtime.declared import declared
 from cogvideox_torchax.runtime.programs import TorchNetwork
 from tests import reference, small_pipelines
@@ -132,7 +132,7 @@ def test_another_size_has_files_of_its_own(directory, decode):
 
 CHILD = """
 from cogvideox_torchax import port
-from cogvideox_torchax.runtime import exported
+from cogvideox_torchax.arrays import exported
 from tests import small_pipelines
 exported.PLATFORMS = ("cpu",)
 pipe = port(small_pipelines.one_layer("text"))

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from torch.nn import functional as F
 
 from cogvideox_torchax import make_mesh, runtime
+from cogvideox_torchax.pipelines.call import CudaIsJAX
 from cogvideox_torchax.runtime.device import RandomInTraceError, import_torchax
 from tests.reference import largest_error
 
@@ -351,7 +352,7 @@ def test_a_copy_that_is_asked_for_shares_no_values(on):
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda")])
 def test_a_tensor_moved_to_cuda_is_on_jax(device):
-    with runtime.CudaIsJAX():
+    with CudaIsJAX():
         assert runtime.on_jax(torch.ones(3).to(device))
 
 

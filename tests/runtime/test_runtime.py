@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from cogvideox_torchax import runtime, terminal
+from cogvideox_torchax.arrays.compile_cache import COMPILE_CACHE_VARIABLE, configure_compile_cache
 from tests.processes import printed_by
 
 
@@ -37,9 +38,9 @@ def test_the_first_value_that_is_not_finite_is_found_on_both_backends(bad):
 @pytest.mark.usefixtures("restored_cache")
 def test_the_compile_cache_is_where_it_should_be(variable, configured, directory, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/tmp/caches")
-    monkeypatch.setenv(runtime.COMPILE_CACHE_VARIABLE, variable)
+    monkeypatch.setenv(COMPILE_CACHE_VARIABLE, variable)
     jax.config.update("jax_compilation_cache_dir", configured)
-    assert runtime.configure_compile_cache() == jax.config.jax_compilation_cache_dir == directory
+    assert configure_compile_cache() == jax.config.jax_compilation_cache_dir == directory
 
 
 @pytest.mark.slow
@@ -48,8 +49,8 @@ def test_a_cache_configured_after_a_compilation_is_used(tmp_path):
 import jax, os, sys
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.jit(lambda x: x + 1)(1.0)
-from cogvideox_torchax import runtime
-runtime.configure_compile_cache()
+from cogvideox_torchax.arrays.compile_cache import configure_compile_cache
+configure_compile_cache()
 jax.jit(lambda x: x * 3 + 1)(1.0)
 assert os.listdir(os.environ["COGVIDEOX_TORCHAX_COMPILE_CACHE"])
 """

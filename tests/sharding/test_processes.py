@@ -226,7 +226,7 @@ def ported(monkeypatch):
     def end(_mesh, call):
         raise Described(json.dumps(call))
 
-    monkeypatch.setattr("cogvideox_torchax.runtime.memory.of_several_processes", lambda mesh: True)
+    monkeypatch.setattr("cogvideox_torchax.pipelines.call.of_several_processes", lambda mesh: True)
     monkeypatch.setattr("cogvideox_torchax.pipelines.call.check_same", end)
     return port(small_pipelines.one_layer(), mesh=make_mesh(2))
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cogvideox_torchax import make_mesh, port, runtime
+from cogvideox_torchax.arrays.places import ArrayProgram
 from cogvideox_torchax.vae import memory
 from cogvideox_torchax.vae.directions import DECODE, Direction
 from cogvideox_torchax.vae.sizes import SizeError
@@ -170,7 +171,7 @@ def test_out_of_memory_is_said_once_and_the_rest_comes_in_tiles(vae, monkeypatch
 )
 def test_what_tiles_do_not_help_against_is_raised(vae, errors, several_processes, monkeypatch):
     start = mock.Mock(side_effect=errors)
-    monkeypatch.setattr(runtime, "of_several_processes", lambda mesh: several_processes)
+    monkeypatch.setattr(memory, "of_several_processes", lambda mesh: several_processes)
     with pytest.raises(RuntimeError) as raised:
         list(memory.retry_tiled_on_oom(vae, (16, 24), start, print))
     assert raised.value is errors[-1]
@@ -189,5 +190,5 @@ def test_a_cpu_keeps_neither_the_frames_nor_the_transformed_weights_of_all_layer
         return inputs, caches
 
     network.name = "layers"
-    lowered = runtime.ArrayProgram(network).lower(list(kernels), frames, [frames[:, :2]] * layers)
+    lowered = ArrayProgram(network).lower(list(kernels), frames, [frames[:, :2]] * layers)
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 6 * frames.nbytes

@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from cogvideox_torchax import runtime
+from cogvideox_torchax.arrays import places, values
 from cogvideox_torchax.sharding import check_mesh, spread
 from cogvideox_torchax.vae import checkpoint, chunks, tiling
 from cogvideox_torchax.vae.checks import check_shape, check_values, integers_refused
@@ -65,7 +65,7 @@ LAYERS = {ENCODE: ("encoder", "quant_conv"), DECODE: ("post_quant_conv", "decode
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """A direction's network of one chunk without its weights, as a `runtime.ArrayProgram` takes it.
+    """A direction's network of one chunk without its weights, as a `places.ArrayProgram` takes it.
 
     Networks of an equal structure are equal, and share a program.
 
@@ -92,7 +92,7 @@ class Network:
         return "EncoderChunk" if self.direction == ENCODE else "DecoderChunk"
 
     def __call__(
-        self, _place: runtime.Place, weights: list[Any], chunk: jax.Array, cache: Any, split: Split = WHOLE
+        self, _place: places.Place, weights: list[Any], chunk: jax.Array, cache: Any, split: Split = WHOLE
     ) -> tuple[Any, Any]:
         """Run a chunk on `weights`; the caches that come in and go out have the axes HWNTC."""
         # A program passes `_place` to every network; this one does not need it.
@@ -110,7 +110,7 @@ class Network:
         return context.outputs if self.records else result, jax.tree.map(pixels_first, cache)
 
 
-compiled = functools.lru_cache(maxsize=256)(runtime.ArrayProgram)
+compiled = functools.lru_cache(maxsize=256)(places.ArrayProgram)
 """Return the program of a `Network` and a placement; equal networks of one placement share it.
 
 The limit of 256 frees the programs of models that are gone.
@@ -270,7 +270,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         Raises:
             ValueError: the videos have another rank, number of channels or size, or a NaN or Inf.
         """
-        return Posterior.from_moments(runtime.concatenate(list(self._stream(ENCODE, x)), 1))
+        return Posterior.from_moments(values.concatenate(list(self._stream(ENCODE, x)), 1))
 
     def decode(self, z: jax.Array) -> jax.Array:
         """Decode latents (N, t, h, w, C), not scaled by `scaling_factor`, to frames in about [-1, 1].
@@ -278,7 +278,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         Raises:
             ValueError: the latents have another rank or number of channels, or a NaN or Inf.
         """
-        return runtime.concatenate(list(self._stream(DECODE, z)), 1)
+        return values.concatenate(list(self._stream(DECODE, z)), 1)
 
     def encode_stream(self, x: jax.Array) -> Iterator[Posterior]:
         """Encode chunk by chunk; a chunk is computed when its latents are asked for."""
@@ -310,10 +310,10 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         check_shape(direction, x.shape, NTHWC, vars(self.config), scale)
         if not jnp.issubdtype(x.dtype, jnp.floating) and (direction, x.dtype) != (ENCODE, jnp.uint8):
             raise integers_refused(direction, x.dtype)
-        check_values(direction, runtime.largest_of(x), lambda: runtime.first_nonfinite_of(x), NTHWC)
+        check_values(direction, values.largest_of(x), lambda: values.first_nonfinite_of(x), NTHWC)
         # If `x` is a NumPy array, only one chunk's frames at a time go to the device.
         cut_chunks = (
-            runtime.take(x, 1, frames.start, len(frames)) for frames in direction.chunks(self, x.shape[1])
+            values.take(x, 1, frames.start, len(frames)) for frames in direction.chunks(self, x.shape[1])
         )
         tile_plan = None if self.tiles is None else self.tiles.plan(direction, x.shape[2:4], scale)
         return chunks.run(self.step(direction, tile_plan, **options), cut_chunks)

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from safetensors.numpy import save as serialized
 
 from cogvideox_torchax import runtime
+from cogvideox_torchax.arrays.forks import check_not_forked
 from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.vae import checkpoint
 from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
@@ -55,7 +56,7 @@ def read_state(
     Raises:
         ModelError: a tensor is missing, left over or of another shape.
     """
-    runtime.check_not_forked()  # raises an error in a forked process, where JAX would hang
+    check_not_forked()  # raises an error in a forked process, where JAX would hang
     parameters = {diffusers_name(path): (path, variable) for path, variable in nnx.to_flat_state(abstract)}
     loaded: dict[str, tuple[Keys, nnx.Variable]] = {}
     unexpected: list[str] = []

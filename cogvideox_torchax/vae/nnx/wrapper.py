@@ -57,7 +57,8 @@ class FlaxVAEForPipelines(ChunkedVAE):
     def __init__(self, flax_vae: FlaxAutoencoderKLCogVideoX):
         # Diffusers' constructor sets the config and the attributes of tiling and slicing. Its modules, which
         # it makes without memory, are dropped.
-        runtime.on_meta(super().__init__, **flax_vae.config.to_dict())
+        with torch.device("meta"):
+            super().__init__(**flax_vae.config.to_dict())
         del self.encoder, self.decoder, self.quant_conv, self.post_quant_conv
         self.flax_vae = flax_vae
         self.eval()

@@ -19,6 +19,7 @@ from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
 from jax.sharding import Mesh
 
 from cogvideox_torchax import runtime, upstream
+from cogvideox_torchax.arrays.forks import check_not_forked
 from cogvideox_torchax.files.models import saved_from_host
 from cogvideox_torchax.runtime.models import PortedModel, class_of, save_as_stock
 from cogvideox_torchax.runtime.trees import change_in
@@ -224,7 +225,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE):
     def _check_place(self, name: str, x: torch.Tensor, for_stream: bool) -> None:
         """Raise `ValueError` if only one of an input and the weights is on an accelerator."""
         if runtime.is_on_jax(self):
-            runtime.check_not_forked()
+            check_not_forked()
         given, held = x.device.type, self.device.type  # "jax", "tpu", or a device of PyTorch's own
         # A stream moves plain tensors to the weights' accelerator by itself.
         if given != held and not (for_stream and held in ("jax", "tpu")):

@@ -111,6 +111,7 @@ def stock_of(vae: DiffusersAutoencoder) -> DiffusersAutoencoder:
     if type(vae) is DiffusersAutoencoder:
         return vae
     # The new weights take no memory; `assign` replaces them by `vae`'s own.
-    stock = runtime.on_meta(DiffusersAutoencoder.from_config, vae.config)
+    with torch.device("meta"):
+        stock: Any = DiffusersAutoencoder.from_config(vae.config)
     stock.load_state_dict(vae.state_dict(), assign=True)
     return stock.eval()

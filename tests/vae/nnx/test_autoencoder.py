@@ -21,13 +21,13 @@ from diffusers import AutoencoderKLCogVideoX
 from flax import nnx
 
 from cogvideox_torchax import runtime, upstream
+from cogvideox_torchax.arrays.places import ArrayProgram
 from cogvideox_torchax.flax import (
     FlaxAutoencoderKLCogVideoX,
     FlaxAutoencoderKLCogVideoXConfig,
     FlaxVAEForPipelines,
     Posterior,
 )
-from cogvideox_torchax.runtime.places import ArrayProgram
 from cogvideox_torchax.vae.checkpoint import ModelError
 from cogvideox_torchax.vae.directions import DECODE
 from cogvideox_torchax.vae.nnx.autoencoder import compiled

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from cogvideox_torchax.runtime.forks import check_not_forked
+from cogvideox_torchax.arrays.forks import check_not_forked
 from cogvideox_torchax.upstream import is_traced
 
 

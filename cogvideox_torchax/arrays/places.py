@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cogvideox_torchax.runtime import exported
-from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
-from cogvideox_torchax.runtime.forks import check_not_forked
+from cogvideox_torchax.arrays import exported
+from cogvideox_torchax.arrays.compile_cache import configure_compile_cache
+from cogvideox_torchax.arrays.forks import check_not_forked
 from cogvideox_torchax.upstream import is_tracing
 
 _CPU_OPTIONS = {}

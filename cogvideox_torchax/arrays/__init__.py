@@ -1,0 +1,1 @@
+"""Programs of JAX arrays, without torch: places, compiled and lowered programs, values, forked processes."""
