@@ -91,7 +91,17 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
         "memory, work, communication, and a TPU's times",
         OPTIONS,
     ),
-    "calibrate": ("estimate programs whose times on TPUs others have published", ()),
+    "calibrate": (
+        "estimate programs whose times on TPUs others have published",
+        (
+            option(
+                "--maxdiffusion",
+                type=Path,
+                metavar="CHECKOUT",
+                help="compile the decoder of Wan's VAE too (wan_vae.py says how); default: its last estimate",
+            ),
+        ),
+    ),
     "draw": (
         "draw the tables of the documents from results/",
         (option("pages", nargs="*", metavar="PAGE", help="such as performance.md (default: all)"),),
