@@ -2,6 +2,7 @@
 # make demo PROMPT="a green square grows on a white background"    the same, of another prompt
 # make test    the tests, without those marked slow: some minutes on two cores
 # make test-all    the slow ones too; of builds, meshes, lengths and caches some pairs, not their whole products
+# make test-all TESTS=tests/vae    of one folder
 # make test-product    what those products have besides: hours on two cores
 # make test-mosaic    compiles the published models' kernels for TPUS, by the libtpu of LIBTPU: minutes a topology
 # make test-space    the page in space/, in a browser, with gradio's own versions of other packages
@@ -17,6 +18,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check install --constr
 export JAX_PLATFORMS ?= cpu
 
 SETS ?= lowest newest
+TESTS ?= tests
 LIBTPU ?= 0.0.42.1
 TPUS ?= v5e:2x4 v5p:2x2x2 v6e:2x4 tpu7x:2x2x1
 
@@ -29,7 +31,7 @@ test: $(VENV)/test.done
 	$(BIN)/python -m pytest -m "not slow and not product"
 
 test-all: $(VENV)/test.done
-	$(BIN)/python -m pytest -m "not product"
+	$(BIN)/python -m pytest -m "not product" $(TESTS)
 
 test-product: $(VENV)/test.done
 	$(BIN)/python -m pytest -m product
