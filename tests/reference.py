@@ -212,13 +212,13 @@ def live_bytes() -> int:
 
 
 @contextlib.contextmanager
-def compilations():
-    """Yield a list that gets the name of every program that JAX compiles."""
+def compilations(part="", entry=lambda name: name):
+    """Yield a list that gets an entry, its name, for each program compiled by JAX whose name has a part."""
     compiled = []
 
     def listen(event, duration_secs, **about):
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(about.get("fun_name"))
+        if event == "/jax/core/compile/backend_compile_duration" and part in str(about.get("fun_name")):
+            compiled.append(entry(about.get("fun_name")))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:

@@ -1,6 +1,7 @@
 """LoRAs on a ported pipeline: loaded before and after the port, fused, scaled, removed, and of few steps."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -12,38 +13,32 @@ from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.vae.tolerances import relative_error
 from tests import small_pipelines
 from tests.pipelines.test_eight_bits import rounded
+from tests.pipelines.test_own_classes import loaded
 from tests.pipelines.test_pipeline import TOLERANCE, frames, latents, port_to
-from tests.pipelines.test_pipeline_examples import loaded
 from tests.pipelines.test_unknown_networks import consisid, faces
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
 
-@pytest.fixture
-def lora(saved, tmp_path):
-    small_pipelines.save_lora(loaded(saved), tmp_path)
-    return tmp_path
-
-
 @pytest.mark.parametrize("placement", ["one device", "1x8", "2x4", "2x4 tensor"])
 @pytest.mark.slow_cases(but=["2x4"])
 @pytest.mark.product_cases("1x8")
-def test_a_lora_loaded_before_porting_scaled_after_it_and_one_unloaded(saved, lora, placement):
+def test_a_lora_loaded_before_porting_scaled_after_it_and_one_unloaded(saved, placement, tmp_path):
     def scaled(pipe):
         """Return the results by the whole LoRA, by half of it, and by half of that half."""
         whole = latents(pipe)
         pipe.set_adapters(["drawn"], [0.5])
         return whole, latents(pipe), latents(pipe, attention_kwargs={"scale": 0.5})
 
-    plain, stock, unloaded, ported = (loaded(saved) for _ in range(4))
+    plain, stock, unloaded, ported = (loaded(saved()) for _ in range(4))
+    small_pipelines.save_lora(loaded(saved()), tmp_path)
     for pipe in (stock, unloaded, ported):
-        pipe.load_lora_weights(lora, adapter_name="drawn")
+        pipe.load_lora_weights(tmp_path, adapter_name="drawn")
     unloaded.unload_lora_weights()
-    for pipe in (unloaded, ported):
-        port_to(placement, pipe)
     want = [latents(plain), *scaled(stock)]
     assert min(relative_error(other, want[1]) for other in (want[0], want[2])) > 0.01
-    for ours, theirs in zip([latents(unloaded), *scaled(ported)], want, strict=True):
+    got = [latents(port_to(placement, unloaded)), *scaled(port_to(placement, ported))]
+    for ours, theirs in zip(got, want, strict=True):
         assert relative_error(ours, theirs) < 1e-4
 
 
@@ -53,12 +48,12 @@ def test_a_lora_loaded_merged_and_unloaded_after_porting(saved, network, mesh, t
     def run(pipe):
         return latents(pipe) if network == "known" else latents(pipe, "image", **faces())
 
-    stock, ported = (loaded(saved) if network == "known" else consisid() for _ in range(2))
+    stock, ported = (loaded(saved()) if network == "known" else consisid() for _ in range(2))
     small_pipelines.save_lora(copy.deepcopy(stock), tmp_path)
     port(ported, mesh=make_mesh(*mesh) if mesh else None)
-    wanted = [run(stock)]
-    assert relative_error(run(ported), wanted[0]) < 1e-4
+    wanted = []
     for change in (
+        lambda _: None,
         lambda pipe: pipe.load_lora_weights(tmp_path, adapter_name="drawn"),
         lambda pipe: pipe.fuse_lora(lora_scale=0.5),
         lambda pipe: pipe.unfuse_lora(),
@@ -73,12 +68,13 @@ def test_a_lora_loaded_merged_and_unloaded_after_porting(saved, network, mesh, t
     assert ported.transformer.mesh == (make_mesh(*mesh) if mesh else None)
 
 
-def test_a_lora_that_does_not_fit_is_refused_and_leaves_the_pipeline_as_it_was(saved, lora):
-    ported, file = port(loaded(saved)), lora / "pytorch_lora_weights.safetensors"
+def test_a_lora_that_does_not_fit_is_refused_and_leaves_the_pipeline_as_it_was(saved, tmp_path):
+    ported, file = port(loaded(saved())), tmp_path / "pytorch_lora_weights.safetensors"
     want = latents(ported)
+    small_pipelines.save_lora(loaded(saved()), tmp_path)
     save_file({name: torch.cat([value, value], dim=1) for name, value in load_file(file).items()}, file)
     with pytest.raises(RuntimeError, match="size mismatch"):
-        ported.load_lora_weights(lora)
+        ported.load_lora_weights(tmp_path)
     assert all(runtime.on_jax(weight) for weight in ported.transformer.parameters())
     ported.unload_lora_weights()
     assert torch.equal(latents(ported), want)
@@ -86,7 +82,7 @@ def test_a_lora_that_does_not_fit_is_refused_and_leaves_the_pipeline_as_it_was(s
 
 @pytest.mark.parametrize("network", ["known", "unknown"])
 def test_an_adapter_of_the_transformer_alone_is_added_and_saved_after_porting(saved, network, tmp_path):
-    pipe, other = (loaded(saved) if network == "known" else consisid() for _ in range(2))
+    pipe, other = (loaded(saved()) if network == "known" else consisid() for _ in range(2))
     transformer, name = port(pipe).transformer, "pytorch_lora_weights.safetensors"
     transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"]), "added")
     assert all(runtime.on_jax(weight) for weight in transformer.parameters())
@@ -99,8 +95,7 @@ def test_an_adapter_of_the_transformer_alone_is_added_and_saved_after_porting(sa
         [runtime.to_torch(value) for name, value in model.named_parameters() if "lora_" in name]
         for model in (transformer, other.transformer)
     )
-    assert added
-    assert all(torch.equal(*pair) for pair in zip(added, read, strict=True))
+    assert [*map(torch.equal, added, read)] == len(layers) * [True]
 
 
 # Few steps, as the files of distilled models are made and used: by `load_lora_weights`, without guidance
@@ -119,25 +114,22 @@ ALPHAS = {
 def few_step_lora(form, path):
     """Save a LoRA of several ranks on all projections of the blocks, with the keys of one of the `FORMS`."""
     generator, layers = torch.Generator().manual_seed(5), {}
-    for name, module in small_pipelines.transformer("5b", num_layers=1).named_modules():
-        rank = next((rank for ending, rank in RANKS.items() if name.endswith(ending)), None)
-        if rank is not None:
-            for part, size in (("A", (rank, module.in_features)), ("B", (module.out_features, rank))):
-                layers[f"{name}.lora_{part}.weight"] = torch.randn(size, generator=generator) * 0.2
+    down, up = ("lora.down", "lora.up") if form == "older names" else ("lora_A", "lora_B")
+    modules = small_pipelines.transformer("5b", num_layers=1).named_modules()
+    for (name, module), (ending, rank) in itertools.product(modules, RANKS.items()):
+        if name.endswith(ending):
+            for part, size in ((down, (rank, module.in_features)), (up, (module.out_features, rank))):
+                layers[f"{name}.{part}.weight"] = torch.randn(size, generator=generator) * 0.2
     if form == "alphas":
         metadata = {"transformer_lora_adapter_metadata": ALPHAS}
         small_pipelines.CLASSES["text"].save_lora_weights(path, transformer_lora_layers=layers, **metadata)
-        return
-    old = {"lora_A": "lora.down", "lora_B": "lora.up"} if form == "older names" else {}
-    for new_name, old_name in old.items():
-        layers = {name.replace(new_name, old_name): matrix for name, matrix in layers.items()}
-    layers = {f"transformer.{name}": matrix for name, matrix in layers.items()}
-    save_file(layers, path / "pytorch_lora_weights.safetensors")
+    else:
+        layers = {f"transformer.{name}": matrix for name, matrix in layers.items()}
+        save_file(layers, path / "pytorch_lora_weights.safetensors")
 
 
 def in_few_steps(pipe):
-    options = {"timestep_spacing": "trailing"}
-    pipe.scheduler = CogVideoXDPMScheduler.from_config(pipe.scheduler.config, **options)
+    pipe.scheduler = CogVideoXDPMScheduler.from_config(pipe.scheduler.config, timestep_spacing="trailing")
     return frames(pipe, num_inference_steps=4, guidance_scale=1.0)
 
 
@@ -146,7 +138,7 @@ def in_few_steps(pipe):
 @pytest.mark.slow_cases("older names-*", "diffusers' names-mesh*", "alphas-mesh2")
 def test_a_lora_of_few_steps_makes_what_it_makes_in_pytorch_whether_fused_or_not(saved, form, mesh, tmp_path):
     few_step_lora(form, tmp_path)
-    stock, ported = loaded(saved), loaded(saved)
+    stock, ported = loaded(saved()), loaded(saved())
     plain = in_few_steps(stock)
     for pipe in (stock, ported):
         pipe.load_lora_weights(tmp_path)
@@ -161,7 +153,7 @@ def test_a_lora_of_few_steps_makes_what_it_makes_in_pytorch_whether_fused_or_not
 @pytest.mark.parametrize("weights", ["int8", "int8-dynamic"])
 def test_a_lora_is_fused_before_the_weights_are_rounded(saved, weights, tmp_path):
     few_step_lora("diffusers' names", tmp_path)
-    stock, ported = loaded(saved), loaded(saved)
+    stock, ported = loaded(saved()), loaded(saved())
     for pipe in (stock, ported):
         pipe.load_lora_weights(tmp_path)
         pipe.fuse_lora()
