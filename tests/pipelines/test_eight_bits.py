@@ -11,14 +11,10 @@ import jax
 import numpy as np
 import pytest
 import torch
+import torchax
 import transformers
-from diffusers import GGUFQuantizationConfig
-from diffusers.hooks import apply_layerwise_casting
-from diffusers.models import ModelMixin, model_loading_utils
-from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0
-from diffusers.quantizers import DiffusersAutoQuantizer
+from diffusers.models import ModelMixin, attention_processor, model_loading_utils
 from diffusers.quantizers.gguf.utils import dequantize_functions
-from peft import LoraConfig, inject_adapter_in_model
 from torch.nn import functional as F
 from torchao.quantization import (
     Float8WeightOnlyConfig,
@@ -29,22 +25,18 @@ from torchao.quantization import (
     quantize_,
 )
 
-from benchmarks.plan.networks import step_tensors
 from cogvideox_torchax import load_pipeline, make_mesh, port, runtime, upstream
 from cogvideox_torchax.files.models import ModelError
-from cogvideox_torchax.pipelines.layers import Linear
-from cogvideox_torchax.pipelines.sharding import weight_spec
-from cogvideox_torchax.runtime.device import import_torchax
+from cogvideox_torchax.pipelines import layers, sharding
 from cogvideox_torchax.runtime.trees import change_in
 from cogvideox_torchax.vae.tolerances import rms_error
 from tests import small_pipelines
-from tests.pipelines import test_blocks
-from tests.pipelines.test_blocks import SPLITS, step
-from tests.pipelines.test_changes import with_lora
+from tests.pipelines.test_blocks import SPLITS, step, stock as of_layers
+from tests.pipelines.test_changes import planned, with_lora
 from tests.reference import largest_error
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
-stock = functools.partial(test_blocks.stock, num_layers=1)
+stock = functools.partial(of_layers, num_layers=1)
 KERNELS = "qk_norm_rope", "adaptive_layer_norm", "gated_linear", "linear_gelu", "split_linear"
 
 
@@ -53,7 +45,7 @@ def matrices(model):
     return {
         f"{name}.weight"
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and any(weight_spec(f"{name}.weight"))
+        if isinstance(module, torch.nn.Linear) and any(sharding.weight_spec(f"{name}.weight"))
     }
 
 
@@ -109,44 +101,32 @@ def test_a_step_in_int8_is_that_of_the_rounded_weights(weights, split, version):
     assert {name for name, w in model.named_parameters() if w.dtype == torch.int8} == matrices(want)
     assert change_in(model) is None
     if split == "one device":
-        tensors = step_tensors(model, batch=2, frames=4, height=4, width=8, text=7)
-        program = model.program.lower(*model.program.structs(tensors)).as_text()
-        assert all(kernel in program for kernel in KERNELS)
-        assert "xi8>" in program
+        program = planned(model)
+        assert [word for word in (*KERNELS, "xi8>") if word not in program] == []
         sums_of_int8 = re.search(r"dot_general.*xi8>, tensor<\S+xi8>\) -> tensor<\S+xi32>", program)
         assert (sums_of_int8 is not None) == (weights == "int8-dynamic")
 
 
-def test_the_files_weights_become_int8_while_they_are_loaded(tmp_path):
-    pipe = small_pipelines.one_layer()
-    pipe.save_pretrained(tmp_path)
-    options: dict[str, Any] = {
-        "weights": "int8-dynamic",
-        "dtype": torch.bfloat16,
-        "mesh": make_mesh(1, 2),
-        "parallel": "tensor",
-    }
-    loaded = load_pipeline(tmp_path, **options)
-    wanted = port(
-        pipe.to(torch.bfloat16), **{name: options[name] for name in ("weights", "mesh", "parallel")}
-    )
+def test_the_files_weights_become_int8_while_they_are_loaded(saved):
+    options: dict[str, Any] = {"weights": "int8-dynamic", "mesh": make_mesh(1, 2), "parallel": "tensor"}
+    loaded = load_pipeline(saved(), dtype=torch.bfloat16, **options)
+    wanted = port(small_pipelines.one_layer().to(torch.bfloat16), **options)
     assert any(getattr(layer, "dynamic", False) for layer in loaded.transformer.modules())
     for part in ("transformer", "text_encoder"):
         got, want = (getattr(each, part).state_dict() for each in (loaded, wanted))
         assert got.keys() == want.keys()
         for name, weight in want.items():
             assert torch.equal(runtime.to_torch(got[name]), runtime.to_torch(weight)), name
-            sharding = runtime.array_of(weight).sharding
-            assert runtime.array_of(got[name]).sharding.is_equivalent_to(sharding, weight.ndim), name
+            one, other = (runtime.array_of(each).sharding for each in (got[name], weight))
+            assert one.is_equivalent_to(other, weight.ndim), name
 
 
-def test_what_is_read_of_int8_has_the_dtype_that_transformers_gives_it(tmp_path):
-    small_pipelines.one_layer().save_pretrained(tmp_path)
-    pipe = diffusers.CogVideoXPipeline.from_pretrained(tmp_path, dtype=torch.float16)
-    layers = {n: m.weight.dtype for n, m in pipe.text_encoder.named_modules() if type(m) is torch.nn.Linear}
-    assert {*layers.values()} == {torch.float16, torch.float32}
-    for ported in (port(pipe, weights="int8"), load_pipeline(tmp_path, dtype=torch.float16, weights="int8")):
-        assert {name: ported.text_encoder.get_submodule(name).weight.dtype for name in layers} == layers
+def test_what_is_read_of_int8_has_the_dtype_that_transformers_gives_it(saved):
+    pipe = diffusers.CogVideoXPipeline.from_pretrained(saved(), dtype=torch.float16)
+    dtypes = {n: m.weight.dtype for n, m in pipe.text_encoder.named_modules() if type(m) is torch.nn.Linear}
+    assert {*dtypes.values()} == {torch.float16, torch.float32}
+    for ported in (port(pipe, weights="int8"), load_pipeline(saved(), dtype=torch.float16, weights="int8")):
+        assert {name: ported.text_encoder.get_submodule(name).weight.dtype for name in dtypes} == dtypes
 
 
 @pytest.mark.parametrize(("weights", "error"), [("int8", largest_error), ("int8-dynamic", error_of)])
@@ -157,8 +137,7 @@ def test_a_model_in_int8_moves_casts_and_takes_a_lora_with_its_scales_exact(weig
     result = step(model)
     assert error(step(model.to("cpu")), result) < 1e-5
     assert largest_error(step(model.to("jax")), result) == 0
-    model.to(torch.bfloat16)
-    assert model.dtype == torch.bfloat16
+    assert model.to(torch.bfloat16).dtype == torch.bfloat16
     assert all(torch.equal(runtime.to_torch(model.get_buffer(name)), scales[name]) for name in scales)
     model, wanted = ported(weights=weights).transformer, rounded(stock(), weights)
     with_lora("to_q", "to_v")(model)
@@ -170,14 +149,13 @@ def test_a_model_in_int8_moves_casts_and_takes_a_lora_with_its_scales_exact(weig
 
 @torch.enable_grad()
 def test_in_pytorch_the_gradient_of_rounded_tokens_is_that_of_whole_ones():
-    layer, x = Linear(8, 4), torch.linspace(-1, 3, 16).reshape(2, 8).requires_grad_()
+    layer, x = layers.Linear(8, 4), torch.linspace(-1, 3, 16).reshape(2, 8).requires_grad_()
     layer.hold(torch.arange(32, dtype=torch.int8).reshape(4, 8), torch.full((4,), 0.1), torch.float32)
     whole = layer(x)
     layer.dynamic = True
     rounded = layer(x)
     assert not torch.equal(rounded, whole)
-    got, want = (torch.autograd.grad(result.sum(), x)[0] for result in (rounded, whole))
-    assert torch.equal(got, want)
+    assert torch.equal(*(torch.autograd.grad(result.sum(), x)[0] for result in (rounded, whole)))
 
 
 def test_bfloat16s_error_of_a_step_grows_by_a_tenth_at_most_in_int8():
@@ -218,9 +196,8 @@ def pipe():
 
 @pytest.mark.parametrize(("call", "words"), REFUSED.values(), ids=REFUSED)
 def test_what_int8_cannot_do_is_refused_in_one_line(pipe, tmp_path, call, words):
-    with pytest.raises(ValueError, match=words) as error:
+    with pytest.raises(ValueError, match=rf"\A.*{words}.*\Z"):
         call(pipe, tmp_path)
-    assert "\n" not in str(error.value)
     assert not [*tmp_path.iterdir()]
 
 
@@ -229,8 +206,8 @@ def from_gguf(model, tmp_path):
     file, formats = tmp_path / "model.gguf", gguf.GGMLQuantizationType
     writer = gguf.GGUFWriter(file, "cogvideox")
     for name, weight in model.state_dict().items():
-        is_matrix = weight.ndim == 2 and weight.shape[1] % 32 == 0
-        form = formats.F32 if not is_matrix else formats.Q8_0 if "attn1" in name else formats.Q4_0
+        in_float = weight.ndim != 2 or weight.shape[1] % 32
+        form = formats.F32 if in_float else formats.Q8_0 if "attn1" in name else formats.Q4_0
         writer.add_tensor(name, gguf.quants.quantize(weight.numpy(), form), raw_dtype=form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -238,7 +215,9 @@ def from_gguf(model, tmp_path):
     writer.close()
     # The steps of diffusers' `from_single_file`, which does not list this class.
     state = model_loading_utils.load_gguf_checkpoint(file)
-    quantizer = DiffusersAutoQuantizer.from_config(GGUFQuantizationConfig(compute_dtype=torch.float32))
+    quantizer = diffusers.quantizers.DiffusersAutoQuantizer.from_config(
+        diffusers.GGUFQuantizationConfig(compute_dtype=torch.float32)
+    )
     quantizer.preprocess_model(model, device_map=None, state_dict=state, keep_in_fp32_modules=[])
     model_loading_utils.load_model_dict_into_meta(
         model, state, hf_quantizer=quantizer, dtype=torch.float32, device_map={"": "cpu"}
@@ -252,11 +231,11 @@ def by_torchao(config):
     def load(model, tmp_path):
         model.save_pretrained(tmp_path)
         library = diffusers if isinstance(model, ModelMixin) else transformers
-        options = {
-            "quantization_config": library.TorchAoConfig(config()),
-            upstream.dtype_option(): torch.float32,
-        }
-        return type(model).from_pretrained(tmp_path, **options)
+        return type(model).from_pretrained(
+            tmp_path,
+            quantization_config=library.TorchAoConfig(config()),
+            **{upstream.dtype_option(): torch.float32},
+        )
 
     return load
 
@@ -265,7 +244,9 @@ def cast(model, tmp_path):
     if isinstance(model, ModelMixin):
         model.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32)
     else:  # with "wo" cast too, transformers casts that layer's input to float8
-        apply_layerwise_casting(model, torch.float8_e4m3fn, torch.float32, ("layer_norm", "wo"))
+        diffusers.hooks.apply_layerwise_casting(
+            model, torch.float8_e4m3fn, torch.float32, ("layer_norm", "wo")
+        )
     return model
 
 
@@ -294,7 +275,7 @@ def in_form(form, tmp_path, part="transformer"):
     return getattr(ported(**{part: model}, weights=form), part), rounded(want, form)
 
 
-class ByWeights(CogVideoXAttnProcessor2_0):
+class ByWeights(attention_processor.CogVideoXAttnProcessor2_0):
     """Attention that multiplies by a layer's weight itself, as some public processors do."""
 
     def __call__(
@@ -309,9 +290,7 @@ def reading_weights(model):
 
 
 def with_dora(model):
-    torch.manual_seed(3)
-    options = {"target_modules": ["to_q", "to_v"], "use_dora": True, "init_lora_weights": False}
-    inject_adapter_in_model(LoraConfig(r=2, lora_alpha=8, **options), model)
+    with_lora("to_q", "to_v", alpha=8, use_dora=True)(model)
     for name, magnitudes in model.named_parameters():
         if "lora_magnitude_vector" in name:
             torch.nn.init.constant_(magnitudes, 2.0)
@@ -386,8 +365,8 @@ def test_a_step_with_the_bits_of_another_library_is_that_of_its_model(form, tmp_
     assert change_in(model) is None
     bits = {name: runtime.to_torch(model.state_dict()[name]) for name in names}
     pipe.enable_model_cpu_offload()
-    weights = runtime.named_tensors(model).values()  # the scales are buffers
-    assert {runtime.is_in_host_memory(runtime.array_of(weight)) for weight in weights} == {True}
+    arrays = map(runtime.array_of, runtime.named_tensors(model).values())  # the scales are buffers
+    assert {*map(runtime.is_in_host_memory, arrays)} == {True}
     assert largest_error(step(model), want) < 1e-4
     for refused in (lambda: model.save_pretrained(tmp_path / "saved"), model.fuse_qkv_projections):
         with pytest.raises(ValueError, match=f"got weights in {runtime.dtype_name(dtype)}, which"):
@@ -448,10 +427,9 @@ WITHOUT_FORM = {
 @pytest.mark.parametrize(("make", "kind"), WITHOUT_FORM.values(), ids=WITHOUT_FORM)
 def test_weights_without_a_form_are_named_with_the_forms_that_there_are(make, kind):
     pipe = pipeline_of(transformer=make())
-    words = rf"^transformer\.\S+\.weight, {kind}, has no form on JAX: those .*Int8Weight.*GGUF.*layerwise"
-    with pytest.raises(ValueError, match=words) as error:
+    words = rf"^transformer\.\S+\.weight, {kind}, has no form on JAX: those .*Int8Weight.*GGUF.*layerwise.*\Z"
+    with pytest.raises(ValueError, match=words):
         port(pipe)
-    assert "\n" not in str(error.value)
     assert not runtime.is_on_jax(pipe.vae)
 
 
@@ -463,7 +441,7 @@ def test_each_format_of_gguf_is_decoded_as_in_pytorch(form):
     data = torch.randint(64, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     want = upstream.from_gguf(data, form)
     assert want.shape == (3, 512)
-    decode = import_torchax().interop.jax_view(lambda data: upstream.from_gguf(data, form))
+    decode = torchax.interop.jax_view(lambda data: upstream.from_gguf(data, form))
     got = runtime.plain_tensor(np.array(jax.jit(decode)(data.numpy())))
     if form.name in ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"):
         # Their blocks have a minimum. Some processors add it to the product without rounding that to float16.
@@ -475,7 +453,6 @@ def test_each_format_of_gguf_is_decoded_as_in_pytorch(form):
 
 
 def test_files_in_eight_bits_are_refused_by_their_name(tmp_path):
-    pipe = pipeline_of(transformer=loaded("layerwise casting", "transformer", tmp_path))
-    pipe.save_pretrained(tmp_path)
+    pipeline_of(transformer=loaded("layerwise casting", "transformer", tmp_path)).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="safetensors has weights in F8_E4M3: load the model by its own"):
         load_pipeline(tmp_path)
