@@ -10,11 +10,9 @@ import pytest
 import torch
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.plan import hlo
-from benchmarks.plan.networks import step_tensors
+from benchmarks.plan import hlo, networks
 from cogvideox_torchax import make_mesh, port, runtime
-from cogvideox_torchax.pipelines.layers import AttnProcessor
-from cogvideox_torchax.pipelines.port import port_network
+from cogvideox_torchax.pipelines import layers, port as porting, transformer
 from cogvideox_torchax.pipelines.sequence import Sequence, SequencePlacement
 from cogvideox_torchax.pipelines.sharding import (
     CONTEXT,
@@ -23,8 +21,7 @@ from cogvideox_torchax.pipelines.sharding import (
     choose_parallelism,
     weight_spec,
 )
-from cogvideox_torchax.pipelines.transformer import TransformerStep
-from cogvideox_torchax.runtime.programs import Place, Program
+from cogvideox_torchax.runtime import programs
 from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, relative_error, rms_error
 from tests import small_pipelines
 from tests.reference import compiled_plan
@@ -47,8 +44,7 @@ SPLITS = {
 
 def given(model, videos=2):
     """Return a step's inputs."""
-    draw = torch.Generator().manual_seed(1)
-    config = model.config
+    draw, config = torch.Generator().manual_seed(1), model.config
     latents = torch.randn(videos, FRAMES, config.in_channels, HEIGHT, WIDTH, generator=draw)
     angles = torch.rand(FRAMES // (config.patch_size_t or 1) * HEIGHT * WIDTH // 4, 8, generator=draw) * 6
     tables = tuple(function(angles).repeat_interleave(2, 1) for function in (torch.cos, torch.sin))
@@ -63,10 +59,9 @@ def given(model, videos=2):
 def step(model, videos=2, **changed):
     """Run a step of a model, stock or ported, where its weights are; return a plain tensor."""
     tensors = given(model, videos)
-    if not runtime.is_on_jax(model):
-        return model(**tensors, **changed, return_dict=False)[0]
-    tensors = jax.tree.map(runtime.to_jax, tensors) | changed
-    return runtime.to_torch(model(**tensors, return_dict=False)[0])
+    if runtime.is_on_jax(model):
+        tensors = jax.tree.map(runtime.to_jax, tensors)
+    return runtime.to_torch(model(**tensors | changed, return_dict=False)[0])
 
 
 def stock(version="5b", **overrides):
@@ -77,10 +72,10 @@ def ported(version="5b", split="one device", dtype=torch.float32, *, fused=False
     model = stock(version, **overrides).to(dtype)
     if fused:
         model.fuse_qkv_projections()
-    port_network(model)
-    mesh, kind, memory = SPLITS[split]
+    porting.port_network(model)
+    mesh, *how = SPLITS[split]
     if mesh is not None:
-        model.place_on(make_mesh(*mesh), kind, memory)
+        model.place_on(make_mesh(*mesh), *how)
     model.place()
     return model
 
@@ -108,7 +103,7 @@ def reference(version="5b", videos=2, **overrides):
 @pytest.mark.slow_cases("1.5-*", "2b-2x4*")
 def test_a_step_is_that_of_stock_diffusers(version, split):
     model = shared(version, split)
-    assert TransformerStep(model).joined
+    assert transformer.TransformerStep(model).joined
     assert relative_error(step(model), reference(version)) < TOLERANCE
 
 
@@ -140,23 +135,20 @@ def test_fused_projections_change_nothing(split, fused_before):
     attention = model.transformer_blocks[0].attn1
     assert runtime.on_jax(attention.to_qkv.weight)
     assert "Fused" in type(attention.processor).__name__
-    assert TransformerStep(model).joined
+    assert transformer.TransformerStep(model).joined
     assert relative_error(step(model), reference()) < TOLERANCE
 
 
 def test_what_was_fused_and_is_no_more_runs_on_its_own_weights():
-    def change(model):
+    models = ported(), stock()
+    for model in models:
         model.fuse_qkv_projections()
         model.unfuse_qkv_projections()
         assert "Fused" not in type(model.transformer_blocks[0].attn1.processor).__name__
         model.transformer_blocks[0].attn1.to_q.weight.mul_(2.0)
-
-    changed, model = stock(), ported()
-    change(changed)
-    change(model)
-    want = step(changed)
+    got, want = map(step, models)
     assert relative_error(want, reference()) > 1e-3
-    assert relative_error(step(model), want) < TOLERANCE
+    assert relative_error(got, want) < TOLERANCE
 
 
 @pytest.mark.parametrize("split", ["one device", "2x4 context"])
@@ -184,10 +176,7 @@ def test_weights_moved_or_loaded_lie_where_the_mesh_has_them(split):
 
 
 def test_weights_that_are_traced_stay_where_they_are():
-    encoder = small_pipelines.text_encoder()
-    port_network(encoder)
-    encoder.place_on(make_mesh(1, 2))
-    encoder.place()
+    encoder = port(small_pipelines.one_layer(), mesh=make_mesh(1, 2)).text_encoder
     ids = runtime.to_jax(torch.zeros(1, 4, dtype=torch.int32))
 
     def hidden(weights):
@@ -202,7 +191,7 @@ def test_weights_that_are_traced_stay_where_they_are():
 def test_rotary_tables_of_another_size_are_refused(joined, positions):
     model, patches = ported(), FRAMES * HEIGHT * WIDTH // 4
     if not joined:
-        model.set_attn_processor(AttnProcessor())
+        model.set_attn_processor(layers.AttnProcessor())
         model.transformer_blocks[0].register_forward_hook(lambda *_: None)
     table = runtime.to_jax(torch.ones(patches + positions, 16))
     with pytest.raises(ValueError, match=f"tables of {patches + positions} positions for {patches} patches"):
@@ -211,7 +200,7 @@ def test_rotary_tables_of_another_size_are_refused(joined, positions):
 
 @pytest.fixture(scope="module")
 def tensors():
-    return step_tensors(
+    return networks.step_tensors(
         shared("5b", "one device"), batch=2, frames=FRAMES, height=HEIGHT, width=WIDTH, text=TEXT
     )
 
@@ -231,8 +220,8 @@ def test_by_channels_halves_of_guidance_go_over_dp_and_sums_and_a_few_vectors_tr
     tokens, channels, blocks = TEXT + FRAMES * HEIGHT * WIDTH // 4, 128, 2
     # Of one of the two videos: after attention and the feed-forward its tokens, six vectors before each.
     summed = blocks * 2 * 4 * (tokens * channels + 6 * channels)
-    assert found.collectives["all-reduce"].bytes == summed
     assert set(found.collectives) == {"all-reduce", "all-gather"}
+    assert found.collectives["all-reduce"].bytes == summed
     assert found.collectives["all-gather"].largest == 2 * FRAMES * 16 * HEIGHT * WIDTH * 4
 
 
@@ -240,8 +229,8 @@ def test_weights_that_do_not_fit_are_gathered_in_their_layer(tensors):
     model = shared("5b", "2x4 context, weights gathered")
     weight = runtime.array_of(model.transformer_blocks[0].ff.net[0].proj.weight)
     assert weight.sharding.shard_shape(weight.shape) == (128, 128)
-    found = compiled_plan(model.program, tensors)
-    whole = compiled_plan(shared("5b", "2x4 context").program, tensors)
+    models = model, shared("5b", "2x4 context")
+    found, whole = (compiled_plan(each.program, tensors) for each in models)
     assert found.argument_bytes < 0.5 * whole.argument_bytes
     matrices = sum(p.numel() * 4 for p in stock().transformer_blocks.parameters() if p.ndim == 2)
     assert found.collectives["all-gather"].bytes >= matrices
@@ -266,9 +255,8 @@ def test_a_split_that_cannot_be_is_refused():
     model = ported()
     with pytest.raises(ValueError, match=r"parallel='rows': it takes 'context', 'tensor' or None"):
         model.place_on(make_mesh(2, 4), "rows")
-    with pytest.raises(
-        ValueError, match=r"tp=4: it does not divide the 30 heads; choose tp among \[1, 2, 3, 5"
-    ):
+    words = r"tp=4: it does not divide the 30 heads; choose tp among \[1, 2, 3, 5"
+    with pytest.raises(ValueError, match=words):
         choose_parallelism(make_mesh(2, 4), heads=30, weight_bytes=0, memory=None, requested=CONTEXT)
     assert model.mesh is None
 
@@ -297,19 +285,18 @@ def test_a_sequence_is_padded_to_whole_tiles_unless_that_would_make_it_half_long
 
 
 def test_on_tpus_a_program_is_compiled_to_compute_while_it_exchanges(monkeypatch):
-    for platform in ("tpu", "cpu"):
+    for platform, wanted in (("tpu", "true"), ("cpu", None)):
         mesh = SimpleNamespace(devices=np.array([[SimpleNamespace(platform=platform)]]))
-        asked = SequencePlacement(mesh).compiler_options().get("xla_tpu_enable_async_all_to_all")
-        assert asked == ("true" if platform == "tpu" else None)
+        options = SequencePlacement(mesh).compiler_options()
+        assert options.get("xla_tpu_enable_async_all_to_all") == wanted
 
     class Unchanged(torch.nn.Module):
         def forward(self, inputs, cache):
             return inputs, cache
 
-    monkeypatch.setattr(Place, "compiler_options", lambda self: {"no_such_option": "true"})
-    program = Program(Unchanged(), Place())
+    monkeypatch.setattr(programs.Place, "compiler_options", lambda self: {"no_such_option": "true"})
     with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
-        program.run({}, jnp.zeros(1))
+        programs.Program(Unchanged(), programs.Place()).run({}, jnp.zeros(1))
 
 
 WEIGHTS = {
@@ -337,9 +324,7 @@ def test_a_mesh_that_does_not_divide_the_weights_is_refused_and_nothing_moves():
     odd = {"num_attention_heads": 7, "attention_head_dim": 12, "num_layers": 1}
     pipe = small_pipelines.build(transformer=small_pipelines.transformer("5b", **odd))
     before = [type(part) for part in pipe.components.values()]
-    with pytest.raises(
-        ValueError, match=r"tp=8.* the 84 channels of .*to_q.*choose tp among \[1, 2, 3, 4, 6"
-    ):
+    with pytest.raises(ValueError, match=r"tp=8.* 84 channels of .*to_q.*choose tp among \[1, 2, 3, 4, 6"):
         port(pipe, mesh=make_mesh(1, 8))
     assert [type(part) for part in pipe.components.values()] == before
     for part in (pipe.transformer, pipe.text_encoder, pipe.vae):
@@ -361,5 +346,4 @@ def test_porting_again_moves_all_weights_to_another_mesh_and_keeps_a_split_on_th
     port(pipe, mesh=make_mesh(2, 4))
     program = pipe.transformer.program  # `port` drops programs, and `place_on` for the same mesh keeps them
     pipe.transformer.place_on(make_mesh(2, 4))
-    assert pipe.transformer.parallelism.kind == TENSOR
-    assert pipe.transformer.program is program
+    assert (pipe.transformer.parallelism.kind, pipe.transformer.program) == (TENSOR, program)

@@ -27,13 +27,6 @@ def directory(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def in_float32(tmp_path_factory):
-    path = tmp_path_factory.mktemp("in float32")
-    small_pipelines.one_layer().save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def wanted(directory):
     kind = small_pipelines.CLASSES["image"]
     return port(kind.from_pretrained(directory, torch_dtype=torch.float32))
@@ -97,8 +90,8 @@ def in_three_dtypes(tmp_path_factory):
 @pytest.mark.parametrize(("asked", "wanted_names"), ASKED.values(), ids=ASKED)
 def test_dtypes_are_asked_for_as_in_diffusers(in_three_dtypes, asked, wanted_names, name):
     pipe = load_pipeline(in_three_dtypes, **{name: asked})
-    parts = (pipe.transformer, pipe.text_encoder, pipe.vae)
-    assert tuple(runtime.dtype_name(part.dtype) for part in parts) == wanted_names
+    dtypes = (part.dtype for part in (pipe.transformer, pipe.text_encoder, pipe.vae))
+    assert tuple(map(runtime.dtype_name, dtypes)) == wanted_names
 
 
 @pytest.mark.parametrize("with_variant", ["transformer", "text_encoder", "vae"])
@@ -106,17 +99,16 @@ def test_dtypes_are_asked_for_as_in_diffusers(in_three_dtypes, asked, wanted_nam
 def test_a_part_without_the_variant_is_loaded_without_it(
     in_three_dtypes, tmp_path, with_variant, max_shard_size
 ):
-    path = shutil.copytree(in_three_dtypes, tmp_path / "mixed")
-    pipe = small_pipelines.CLASSES["text"].from_pretrained(path)
-    for part in ("transformer", "text_encoder", "vae"):
-        for file in (path / part).glob("*.safetensors"):
-            file.unlink()
-        network = getattr(pipe, part).to(torch.float16 if part == with_variant else torch.bfloat16)
-        variant = "fp16" if part == with_variant else None
+    no_weights = shutil.ignore_patterns("*.safetensors")
+    path = shutil.copytree(in_three_dtypes, tmp_path / "mixed", ignore=no_weights)
+    pipe = small_pipelines.CLASSES["text"].from_pretrained(in_three_dtypes)
+    others = dict.fromkeys(("transformer", "text_encoder", "vae"), (torch.bfloat16, None))
+    wanted = {**others, with_variant: (torch.float16, "fp16")}
+    for part, (dtype, variant) in wanted.items():
+        network = getattr(pipe, part).to(dtype)
         network.save_pretrained(path / part, variant=variant, max_shard_size=max_shard_size)
     loaded = load_pipeline(path, variant="fp16", dtype="auto")
-    for part in ("transformer", "text_encoder", "vae"):
-        assert getattr(loaded, part).dtype == (torch.float16 if part == with_variant else torch.bfloat16)
+    assert {part: getattr(loaded, part).dtype for part in wanted} == {p: d for p, (d, _) in wanted.items()}
 
 
 EMBEDDINGS = "shared.weight", "encoder.embed_tokens.weight"
@@ -129,13 +121,12 @@ KEPT = {
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("kept", KEPT)
-def test_embeddings_are_tied_as_transformers_ties_those_of_a_file(in_float32, tmp_path, kept, offload):
-    path = shutil.copytree(in_float32, tmp_path / "kept")
+def test_embeddings_are_tied_as_transformers_ties_those_of_a_file(saved, tmp_path, kept, offload):
+    path = shutil.copytree(saved(), tmp_path / "kept")
     file = path / "text_encoder/model.safetensors"
     weights = load_file(file)
     save_file(weights | KEPT[kept](weights.pop(EMBEDDINGS[0])), file, {"format": "pt"})
-    ids = torch.tensor([[3, 4, 5, 1]])
-    stock = small_pipelines.CLASSES["text"].from_pretrained(path)
+    stock, ids = small_pipelines.CLASSES["text"].from_pretrained(path), torch.tensor([[3, 4, 5, 1]])
     want = stock.text_encoder(ids)[0]
     for pipe in (load_pipeline(path, dtype=None, offload=offload), port(stock)):
         encoder = pipe.text_encoder
@@ -147,8 +138,7 @@ def test_embeddings_are_tied_as_transformers_ties_those_of_a_file(in_float32, tm
 @pytest.mark.parametrize("difference", [0, 1])
 def test_embeddings_that_a_user_has_untied_stay_so(difference):
     encoder, ids = small_pipelines.text_encoder(), torch.tensor([[3, 4, 5, 1]])
-    untied = torch.nn.Parameter(encoder.shared.weight.detach() + difference)
-    encoder.encoder.embed_tokens.weight = untied
+    encoder.encoder.embed_tokens.weight = torch.nn.Parameter(encoder.shared.weight.detach() + difference)
     want = encoder(ids)[0]
     pipe = port(small_pipelines.build(text_encoder=encoder, transformer=None))
     for _ in range(2):
