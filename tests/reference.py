@@ -23,9 +23,8 @@ from jax.interpreters import mlir
 from benchmarks.plan import hlo, programs
 from cogvideox_torchax import port, runtime
 from cogvideox_torchax.flax import FlaxVAEForPipelines
-from cogvideox_torchax.vae.directions import Direction
+from cogvideox_torchax.vae import directions, tolerances
 from cogvideox_torchax.vae.nnx.autoencoder import compiled
-from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE
 from cogvideox_torchax.vae.torchax.networks import chunk_network
 from jax_kernels.common import dispatch, tiles
 
@@ -103,8 +102,7 @@ def randomized(module):
 
 def on_jax(vae):
     """Port and move the model, with torchax enabled for the whole test session."""
-    port(vae)
-    return vae.to("jax")
+    return port(vae).to("jax")
 
 
 def built(name, stock):
@@ -114,7 +112,7 @@ def built(name, stock):
 
 def program_of(vae, kind):
     """Return a chunk program, and its weights, of either build."""
-    kind = Direction(kind)
+    kind = directions.Direction(kind)
     if isinstance(vae, FlaxVAEForPipelines):
         network, weights = vae.flax_vae.network(kind)
         return compiled(network, vae.flax_vae.placement(kind)), weights
@@ -181,7 +179,7 @@ def check_as_stock(vae, stock: AutoencoderKLCogVideoX, z: torch.Tensor, x: torch
         ((run_decode(vae, z), streamed), decoded(stock, z)),
         ((run_encode(vae, x), moments), encoded(stock, x)),
     ):
-        assert all(largest_error(got, want) < FLOAT32_RELATIVE for got in results)
+        assert all(largest_error(got, want) < tolerances.FLOAT32_RELATIVE for got in results)
 
 
 def latents(

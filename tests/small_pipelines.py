@@ -1,7 +1,5 @@
 """Builds small diffusers pipelines, saved and loaded back, with a tokenizer that was really trained."""
 
-from typing import Any
-
 import torch
 from diffusers import (
     CogVideoXDDIMScheduler,
@@ -89,15 +87,16 @@ def conditioning(kind: str, version: str) -> dict[str, int]:
 
 def build(kind: str = "text", version: str = "5b", **components):
     """Build a pipeline of stock diffusers, with random weights."""
-    parts: dict[str, Any] = {
+    parts = {
         "tokenizer": tokenizer,
         "text_encoder": text_encoder,
         "vae": lambda: vae(version),
         "transformer": lambda: transformer(version, **conditioning(kind, version)),
         "scheduler": lambda: scheduler(version=version),
     }
-    made = {name: components[name] if name in components else part() for name, part in parts.items()}
-    pipe = CLASSES[kind](**made)
+    pipe = CLASSES[kind](
+        **{name: components[name] if name in components else parts[name]() for name in parts}
+    )
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -116,10 +115,10 @@ def picture(seed: int = 3) -> Image.Image:
     return Image.fromarray(pixels.to(torch.uint8).numpy())
 
 
-def inputs(kind: str, **overrides) -> dict[str, Any]:
+def inputs(kind: str, **overrides) -> dict:
     """Return a call's arguments, small: four steps, and a generator of its own."""
     clip = [picture(i) for i in range(FRAMES)]
-    given: dict[str, dict[str, Any]] = {
+    given = {
         "text": {"num_frames": FRAMES},
         "image": {"num_frames": FRAMES, "image": picture()},
         "video": {"video": clip},
@@ -140,8 +139,7 @@ def inputs(kind: str, **overrides) -> dict[str, Any]:
 
 def save_lora(pipe, path):
     """Add a LoRA to a pipeline's transformer, and save one like it, all its matrices drawn at random."""
-    from peft import LoraConfig
-    from peft.utils import get_peft_model_state_dict
+    from peft import LoraConfig, get_peft_model_state_dict
 
     model, generator = pipe.transformer, torch.Generator().manual_seed(7)
     layers = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"]

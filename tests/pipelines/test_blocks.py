@@ -24,7 +24,7 @@ from cogvideox_torchax.pipelines.sharding import (
 from cogvideox_torchax.runtime import programs
 from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, relative_error, rms_error
 from tests import small_pipelines
-from tests.reference import compiled_plan
+from tests.reference import beside, compiled_plan
 
 TOLERANCE = 1e-5
 TEXT, FRAMES, HEIGHT, WIDTH = 7, 4, 4, 8
@@ -58,9 +58,7 @@ def given(model, videos=2):
 
 def step(model, videos=2, **changed):
     """Run a step of a model, stock or ported, where its weights are; return a plain tensor."""
-    tensors = given(model, videos)
-    if runtime.is_on_jax(model):
-        tensors = jax.tree.map(runtime.to_jax, tensors)
+    tensors = jax.tree.map(functools.partial(beside, model), given(model, videos))
     return runtime.to_torch(model(**tensors | changed, return_dict=False)[0])
 
 
@@ -120,9 +118,9 @@ def test_one_video_is_split_over_dp_too_or_a_line_says_once_what_to_do(split, ax
 @pytest.mark.parametrize("split", ["one device", "2x4 context", "2x4 tensor"])
 @pytest.mark.slow_cases("2x4 tensor")
 def test_sixteen_bits_are_as_close_as_pytorchs_own(split):
-    native = step(stock().to(torch.bfloat16))
-    got = step(ported(split=split, dtype=torch.bfloat16))
-    assert rms_error(got, reference()) < BFLOAT16_RMS_RATIO * rms_error(native, reference())
+    models = ported(split=split, dtype=torch.bfloat16), stock().to(torch.bfloat16)
+    error, of_pytorch = (rms_error(step(model), reference()) for model in models)
+    assert error < BFLOAT16_RMS_RATIO * of_pytorch
 
 
 @pytest.mark.parametrize("fused_before", [True, False])
@@ -171,8 +169,7 @@ def test_weights_moved_or_loaded_lie_where_the_mesh_has_them(split):
     model.load_state_dict({name: runtime.to_jax(value) for name, value in stock().state_dict().items()})
     assert places() != wanted
     assert relative_error(step(model), reference()) < TOLERANCE
-    assert places() == wanted
-    assert (model.program, program.compilations) == (program, 1)
+    assert (places(), model.program, program.compilations) == (wanted, program, 1)
 
 
 def test_weights_that_are_traced_stay_where_they_are():
@@ -226,11 +223,10 @@ def test_by_channels_halves_of_guidance_go_over_dp_and_sums_and_a_few_vectors_tr
 
 
 def test_weights_that_do_not_fit_are_gathered_in_their_layer(tensors):
-    model = shared("5b", "2x4 context, weights gathered")
-    weight = runtime.array_of(model.transformer_blocks[0].ff.net[0].proj.weight)
+    models = shared("5b", "2x4 context, weights gathered"), shared("5b", "2x4 context")
+    weight = runtime.array_of(models[0].transformer_blocks[0].ff.net[0].proj.weight)
     assert weight.sharding.shard_shape(weight.shape) == (128, 128)
-    models = model, shared("5b", "2x4 context")
-    found, whole = (compiled_plan(each.program, tensors) for each in models)
+    found, whole = (compiled_plan(model.program, tensors) for model in models)
     assert found.argument_bytes < 0.5 * whole.argument_bytes
     matrices = sum(p.numel() * 4 for p in stock().transformer_blocks.parameters() if p.ndim == 2)
     assert found.collectives["all-gather"].bytes >= matrices
@@ -247,8 +243,8 @@ CHOICES = {
 
 @pytest.mark.parametrize(("facts", "words"), CHOICES.values(), ids=CHOICES)
 def test_one_declaration_says_what_is_split(facts, words):
-    common = {"heads": 48, "weight_bytes": 11_100_000_000, "memory": None}
-    assert str(choose_parallelism(make_mesh(2, 4), **{**common, **facts})) == words
+    facts = {"heads": 48, "weight_bytes": 11_100_000_000, "memory": None, **facts}
+    assert str(choose_parallelism(make_mesh(2, 4), **facts)) == words
 
 
 def test_a_split_that_cannot_be_is_refused():
@@ -274,9 +270,8 @@ def test_by_channels_queries_are_prepared_by_heads_or_where_tp_does_not_divide_t
 
     placement = SequencePlacement(make_mesh(1, 4, devices=jax.devices()[:4]), Parallelism(TENSOR), heads)
     sequence = Sequence.from_placement(placement, videos=2, text=4, tokens=15)  # padded to 16
-    x_NSC = jnp.zeros((2, sequence.length, 24))
-    assert sequence.shard_heads(qk_norm_rope, heads)(x_NSC).shape == (2, heads, 1, 16)
-    assert seen == [own]
+    result = sequence.shard_heads(qk_norm_rope, heads)(jnp.zeros((2, sequence.length, 24)))
+    assert (result.shape, seen) == ((2, heads, 1, 16), [own])
 
 
 @pytest.mark.parametrize(("tokens", "length"), [(136, 136), (226 + 17_550, 17_792)])
@@ -287,8 +282,7 @@ def test_a_sequence_is_padded_to_whole_tiles_unless_that_would_make_it_half_long
 def test_on_tpus_a_program_is_compiled_to_compute_while_it_exchanges(monkeypatch):
     for platform, wanted in (("tpu", "true"), ("cpu", None)):
         mesh = SimpleNamespace(devices=np.array([[SimpleNamespace(platform=platform)]]))
-        options = SequencePlacement(mesh).compiler_options()
-        assert options.get("xla_tpu_enable_async_all_to_all") == wanted
+        assert SequencePlacement(mesh).compiler_options().get("xla_tpu_enable_async_all_to_all") == wanted
 
     class Unchanged(torch.nn.Module):
         def forward(self, inputs, cache):
@@ -327,8 +321,8 @@ def test_a_mesh_that_does_not_divide_the_weights_is_refused_and_nothing_moves():
     with pytest.raises(ValueError, match=r"tp=8.* 84 channels of .*to_q.*choose tp among \[1, 2, 3, 4, 6"):
         port(pipe, mesh=make_mesh(1, 8))
     assert [type(part) for part in pipe.components.values()] == before
-    for part in (pipe.transformer, pipe.text_encoder, pipe.vae):
-        assert not any(map(runtime.on_jax, part.parameters()))
+    parts = pipe.transformer, pipe.text_encoder, pipe.vae
+    assert not any(runtime.on_jax(weight) for part in parts for weight in part.parameters())
 
 
 def test_porting_again_moves_all_weights_to_another_mesh_and_keeps_a_split_on_the_same_one():

@@ -99,12 +99,7 @@ def with_forward(name):
 
 def replacing(name, make):
     """Return a change: another module, `make(module)`, in the place of one."""
-
-    def change(model):
-        owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, make(model.get_submodule(name)))
-
-    return change
+    return lambda model: model.set_submodule(name, make(model.get_submodule(name)))
 
 
 class Around(nn.Module):
@@ -133,8 +128,8 @@ class Processor(transformer_classes.CogVideoXAttnProcessor2_0):
     def __call__(
         self, attn, hidden_states, encoder_hidden_states, attention_mask=None, image_rotary_emb=None
     ):
-        options = attention_mask, image_rotary_emb
-        return changed(super().__call__(attn, hidden_states, encoder_hidden_states, *options))
+        given = hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
+        return changed(super().__call__(attn, *given))
 
 
 def with_lora(*names, alpha=64, **options):
@@ -453,8 +448,8 @@ def test_a_lora_is_no_change():
 
 def planned(model):
     """Return the lowered text of a step that is only described, as `plan` describes it."""
-    tensors = step_tensors(model, batch=2, frames=4, height=4, width=8, text=7)
-    program, specs = described_program(model, tensors)
+    sizes = {"batch": 2, "frames": 4, "height": 4, "width": 8, "text": 7}
+    program, specs = described_program(model, step_tensors(model, **sizes))
     return program.lower(*program.structs(specs)).as_text()
 
 
@@ -526,8 +521,7 @@ def test_a_variable_that_a_hook_of_the_vae_changes_is_named_and_stays_as_it_is(c
     ("method", "network"), [("_encode", "vae, encoding"), ("_decode", "vae"), ("decode", "vae")]
 )
 def test_a_method_of_the_vae_itself_acts_as_in_pytorch(method, network, caplog):
-    change = replaced(vae_classes.AutoencoderKLCogVideoX, method)
-    check_change(network, change, "", caplog, times=0)
+    check_change(network, replaced(vae_classes.AutoencoderKLCogVideoX, method), "", caplog, times=0)
 
 
 OF_A_PIPELINE = {

@@ -49,7 +49,13 @@ def half(_pipe, _step, _timestep, values):
 
 
 @pytest.mark.parametrize(("name", "scheduler"), CASES)
-@pytest.mark.slow_cases(but=["image, 1.5-CogVideoXDPMScheduler", "video on a mesh-CogVideoXDDIMScheduler"])
+@pytest.mark.slow_cases(
+    but=[
+        "text, 5b-CogVideoXDDIMScheduler",
+        "image, 1.5-CogVideoXDPMScheduler",
+        "video on a mesh-CogVideoXDDIMScheduler",
+    ]
+)
 def test_a_pipeline_of_diffusers_makes_what_it_makes_in_pytorch(name, scheduler):
     kind, version, shape = KINDS[name]
     stock = small_pipelines.build(kind, version, scheduler=small_pipelines.scheduler(scheduler, version))
@@ -69,19 +75,6 @@ def test_latents_of_a_pipeline_are_tensors_of_a_device_in_any_thread_and_in_none
     made = frames(port(small_pipelines.one_layer()), output_type="latent")
     assert runtime.on_jax(made)
     assert torch.equal((made * 2).permute(0, 2, 1, 3, 4).cpu(), made.cpu().permute(0, 2, 1, 3, 4) * 2)
-
-
-def test_a_scheduler_with_tensors_on_jax_inverts_a_video_outside_of_a_pipeline():
-    def inverted(device):
-        scheduler = small_pipelines.scheduler()
-        scheduler.set_timesteps(4, device=device)
-        latents = torch.linspace(-1, 1, 64).reshape(1, 2, 4, 8).to(device)
-        for timestep in reversed(scheduler.timesteps):
-            latents = scheduler.add_noise(latents, latents * 0.1, timestep.reshape(1))
-            latents = scheduler.step(latents * 0.5, timestep, latents, return_dict=False)[0]
-        return latents.cpu()
-
-    assert largest_error(inverted("jax"), inverted("cpu")) < FLOAT32_RELATIVE
 
 
 def example(kind: str, model: str) -> str:

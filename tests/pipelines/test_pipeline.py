@@ -47,26 +47,22 @@ PLACEMENTS = {
 
 @functools.cache
 def shared(placement):
-    """Return the parts that all cases share, so that they are compiled once: VAE and text encoder.
-
-    They are None for the stock pipelines.
-    """
-    vae, text_encoder = small_pipelines.vae(), small_pipelines.text_encoder()
-    if placement is not None:
-        port_to(placement, small_pipelines.build(vae=vae, text_encoder=text_encoder))
-    return vae, text_encoder
+    """Return the parts that all cases share, so that they are compiled once: VAE and text encoder."""
+    pipe = port_to(placement, small_pipelines.build(transformer=None))
+    return pipe.vae, pipe.text_encoder
 
 
 @functools.cache
 def transformer(placement, version, conditioning):
     """One for all pipelines that take the same."""
     model = small_pipelines.transformer(version, **dict(conditioning))
-    if placement is not None:
-        port_to(placement, small_pipelines.build(transformer=model))
-    return model
+    return port_to(placement, small_pipelines.build(transformer=model)).transformer
 
 
 def port_to(placement, pipe):
+    """Port a pipeline to a placement; None leaves it as it is."""
+    if placement is None:
+        return pipe
     given = PLACEMENTS[placement]
     return port(pipe, mesh=make_mesh(*given["mesh"]) if given else None, parallel=given.get("parallel"))
 
@@ -78,8 +74,7 @@ def pipeline(kind="text", version="5b", placement=None, **components):
     if "transformer" not in components:
         conditioning = tuple(small_pipelines.conditioning(kind, version).items())
         parts["transformer"] = transformer(placement, version, conditioning)
-    pipe = small_pipelines.build(kind, version, **parts)
-    return pipe if placement is None else port_to(placement, pipe)
+    return port_to(placement, small_pipelines.build(kind, version, **parts))
 
 
 def frames(pipe, kind="text", **overrides):
@@ -125,13 +120,10 @@ CASES = {
 @pytest.mark.product_cases("video*, *x*", "control, *", "image to video, 5b, 1x8", "text to video, 1.5, *")
 def test_the_frames_are_those_of_stock_diffusers(kind, version, placement, guidance_scales):
     stock, ported = pipeline(kind, version), pipeline(kind, version, placement)
-    own = type(stock)(**ported.components)  # of diffusers' class, around the same networks
-    own.set_progress_bar_config(disable=True)
     for guidance_scale in guidance_scales:
         want = frames(stock, kind, guidance_scale=guidance_scale)
         assert want.std() > 0.01
-        for pipe in (ported, own):
-            assert largest_error(frames(pipe, kind, guidance_scale=guidance_scale), want) < TOLERANCE
+        assert largest_error(frames(ported, kind, guidance_scale=guidance_scale), want) < TOLERANCE
     assert type(ported.scheduler) is type(stock.scheduler)
 
 
@@ -192,16 +184,20 @@ def test_the_calls_own_options_work(ported, stock, options):
     assert largest_error(result(ported), result(stock)) < TOLERANCE
 
 
-@pytest.mark.parametrize("changes", ["latents", "guidance"])
-def test_a_callback_sees_every_step_what_it_changes_counts_and_what_it_keeps_stays(ported, stock, changes):
+CHANGES = {
+    "latents": lambda _pipe, latents: {"latents": latents * 0.5},
+    "guidance": lambda pipe, _latents: setattr(pipe, "_guidance_scale", 1.0) or {},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_callback_sees_every_step_what_it_changes_counts_and_what_it_keeps_stays(ported, stock, change):
     def run(pipe, given):
         seen = []
 
         def callback(pipe, step, timestep, kwargs):
             seen.append(((step, int(timestep), sorted(kwargs)), kwargs["latents"]))
-            if step == 1 and changes == "guidance":
-                pipe._guidance_scale = 1.0
-            return {"latents": kwargs["latents"] * 0.5} if step == 1 and changes == "latents" else {}
+            return change(pipe, kwargs["latents"]) if step == 1 else {}
 
         made = frames(
             pipe,
@@ -276,10 +272,9 @@ def test_a_step_is_looked_at_while_the_next_one_runs(ported, monkeypatch):
             events.append(f"waited for {self.step}")
             return True
 
-    hook = ported.transformer.register_forward_pre_hook(lambda *_: events.append("network"))
     monkeypatch.setattr(runtime, "all_finite", Finite)
-    frames(ported, output_type="latent")
-    hook.remove()
+    with ported.transformer.register_forward_pre_hook(lambda *_: events.append("network")):
+        frames(ported, output_type="latent")
     assert events == [
         *("network", "asked of a", "network", "waited for a", "asked of b"),
         *("network", "waited for b", "asked of c", "network", "waited for c", "asked of d", "waited for d"),
@@ -334,11 +329,7 @@ def test_what_is_set_after_the_port_is_refused_before_anything_runs(change, word
 
 
 def test_a_decode_that_is_set_on_the_vae_is_used(ported, monkeypatch):
-    monkeypatch.setitem(
-        vars(ported.vae),
-        "decode",
-        lambda z: Mock(sample=z[:, :3] * 0 + 3),
-    )
+    monkeypatch.setitem(vars(ported.vae), "decode", lambda z: Mock(sample=z[:, :3] * 0 + 3))
     assert bool(ported.decode_latents(runtime.to_jax(torch.ones(1, 2, 16, 4, 8))).eq(3).all())
 
 
@@ -473,16 +464,17 @@ def test_a_tokenizer_whose_padding_is_state_is_used_by_one_thread_at_a_time_also
     ],
 )
 def test_diffusers_schedulers_compute_on_jax_what_they_do_on_the_host(kind, options, dtype):
-    """A step that draws noise draws it in the dtype of the latents."""
+    """A step that draws noise draws it in the dtype of the latents, which are noised as for an inversion."""
     sample, prediction = torch.randn(2, 1, 4, 4, 8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
 
     def step(device):
         scheduler = kind()
         scheduler.set_timesteps(4, device=device)
+        noised = scheduler.add_noise(sample.to(device), prediction.to(device) * 0.1, scheduler.timesteps[1:2])
         return scheduler.step(
             prediction.to(device),
             timestep=scheduler.timesteps[1],
-            sample=sample.to(device),
+            sample=noised,
             generator=torch.Generator().manual_seed(1),
             **options,
         )[0]
@@ -527,8 +519,7 @@ def test_frames_are_converted_as_by_diffusers(output_type, dtype, device):
     got, kind = bits(processors.FrameProcessor().postprocess_video(given.to(device), output_type))
     want, wanted_kind = bits(VideoProcessor().postprocess_video(frames, output_type))
     assert np.array_equal(got, want)
-    assert kind == wanted_kind
-    assert torch.equal(given, frames)
+    assert (kind, given.equal(frames)) == (wanted_kind, True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -81,9 +81,8 @@ def test_bytes_over_a_mesh_are_the_frames_that_they_stand_for(shallow_vae, eight
 
 def test_chunks_and_caches_cross_the_border_in_shards_and_weights_are_copied(eight):
     program, weights = reference.program_of(eight, DECODE)
-    for array in jax.tree.leaves(weights):
-        assert array.sharding.is_fully_replicated
-        assert len(array.sharding.device_set) == 8
+    placings = [array.sharding for array in jax.tree.leaves(weights)]
+    assert {(each.is_fully_replicated, len(each.device_set)) for each in placings} == {(True, 8)}
     z, axes = inputs(3, 1, 90)[0], program.place.axes
     chunk = program.put(torch.einsum(f"NCTHW -> {axes}", z).numpy())
     assert (local_share(chunk.array), chunk.array.shape[axes.index("W")]) == (1 / 8, 96)
@@ -121,10 +120,9 @@ def compiled_pair():
     It has enough channels for the convolutions to be most of the work: XLA's CPU backend computes the sums of
     a convolution's taps again at every use of the result, and on a mesh these have more terms.
     """
-    wide = {**reference.SHALLOW, "block_out_channels": (32, 32, 32)}
-    shallow_vae = reference.small_vae(**wide).to(torch.bfloat16)
+    wide = reference.small_vae(**{**reference.SHALLOW, "block_out_channels": (32, 32, 32)}).to(torch.bfloat16)
     first, steady = (((1, 16, frames, 4, 170), jnp.bfloat16) for frames in (3, 2))
-    models = port(copy.deepcopy(shallow_vae)), sharded_on_host(shallow_vae, 1, 8)
+    models = port(copy.deepcopy(wide)), sharded_on_host(wide, 1, 8)
     return [reference.compiled_plan(vae.program(DECODE), steady, before=first) for vae in models]
 
 
@@ -178,10 +176,15 @@ def test_a_result_whose_width_does_not_divide_is_split_by_another_axis_or_refuse
 
 
 def test_a_mesh_has_the_axes_and_sizes_that_were_asked_for():
-    for given, sizes in (((), (1, 8)), ((2,), (2, 4)), ((2, 3), (2, 3)), ((8, 1), (8, 1))):
-        assert dict(make_mesh(*given).shape) == dict(zip(("dp", "tp"), sizes, strict=True))
-    assert dict(make_mesh(guided=True).shape) == {"dp": 2, "tp": 4}
-    assert dict(make_mesh(guided=True, devices=jax.devices()[:3]).shape) == {"dp": 1, "tp": 3}
+    meshes = {
+        (1, 8): make_mesh(),
+        (2, 4): make_mesh(2),
+        (2, 3): make_mesh(2, 3),
+        (8, 1): make_mesh(8, 1),
+        (1, 3): make_mesh(guided=True, devices=jax.devices()[:3]),
+    }
+    assert [dict(mesh.shape) for mesh in meshes.values()] == [{"dp": dp, "tp": tp} for dp, tp in meshes]
+    assert make_mesh(guided=True) == make_mesh(2)
     assert make_mesh().axis_types == (AxisType.Auto, AxisType.Auto)
 
 
