@@ -7,6 +7,7 @@ import functools
 import itertools
 import re
 import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,10 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLCogVideoX
-from jax._src.interpreters import mlir as mlir_rules
+from jax._src.interpreters import mlir
 from jax._src.pallas.mosaic.primitives import pack_elementwise_p
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.interpreters import mlir
 
 from benchmarks.plan import hlo, programs
 from cogvideox_torchax import port, runtime
@@ -345,14 +345,13 @@ def _let_a_cpu_pack():
     mlir.register_lowering(pack_elementwise_p, mlir.lower_fun(packed, multiple_results=False), platform="cpu")
 
 
-@contextlib.contextmanager
 def inexact(primitive, error, *, of_operands=False):
     """Have a CPU compute a primitive's float32 results, or read its operands, with a relative error.
 
     The error's sign is the last bit of each number.
     """
-    rules = mlir_rules._platform_specific_lowerings["cpu"]
-    entry = rules.get(primitive) or mlir_rules._lowerings[primitive]
+    rules = mlir._platform_specific_lowerings["cpu"]
+    entry = rules.get(primitive) or mlir._lowerings[primitive]
 
     def scaled(x):
         last_bit = jax.lax.bitcast_convert_type(x, jnp.int32) & 1
@@ -373,9 +372,7 @@ def inexact(primitive, error, *, of_operands=False):
             return entry.rule(ctx, *lowered(ctx, ctx.avals_in, operands), **params)
         return lowered(ctx, ctx.avals_out, entry.rule(ctx, *operands, **params))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(rules, primitive, dataclasses.replace(entry, rule=rule))
-        yield
+    return mock.patch.dict(rules, {primitive: dataclasses.replace(entry, rule=rule)})
 
 
 def compiled_plan(program, inputs, *, before=None):

@@ -107,7 +107,7 @@ def one_layer(kind: str = "text", version: str = "5b", **components):
         "transformer": transformer(version, num_layers=1, **conditioning(kind, version)),
         "text_encoder": text_encoder(num_layers=1),
     }
-    return build(kind, version, **{**parts, **components})
+    return build(kind, version, **parts | components)
 
 
 def picture(seed: int = 3) -> Image.Image:

@@ -205,9 +205,8 @@ def enabled_before():
 
 @pytest.fixture
 def ported(enabled_before):
-    transformer = enabled_before.transformer
-    if not transformer.is_cache_enabled:
-        transformer.enable_cache(first_block(enabled_before))
+    if not enabled_before.transformer.is_cache_enabled:
+        enabled_before.transformer.enable_cache(first_block(enabled_before))
     return enabled_before
 
 
@@ -273,9 +272,9 @@ def test_contexts_do_not_mix(ported):
         for step in range(4):
             for name in ("one", "other"):
                 latents = torch.randn(1, 3, 16, 4, 8, generator=draw) * (0.1 * step if name == "one" else 1)
-                text, timestep = torch.ones(1, 16, 32), torch.tensor([999 - step])
+                given = latents, torch.ones(1, 16, 32), torch.tensor([999 - step])
                 with model.cache_context(name):
-                    yield runtime.to_torch(model(*map(put, (latents, text, timestep)))[0])
+                    yield runtime.to_torch(model(*map(put, given))[0])
 
     stock = build().transformer
     stock.enable_cache(first_block(None))

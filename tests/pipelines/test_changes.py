@@ -12,8 +12,6 @@ import diffusers
 import pytest
 import torch
 import transformers
-from diffusers import FirstBlockCacheConfig
-from diffusers.models.activations import GELU
 from diffusers.models.autoencoders import autoencoder_kl_cogvideox as vae_classes
 from diffusers.models.transformers import cogvideox_transformer_3d as transformer_classes
 from torch import nn
@@ -23,6 +21,7 @@ from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.runtime.trees import change_in
 from tests import reference, small_pipelines
 from tests.pipelines.test_blocks import step, stock as of_layers
+from tests.pipelines.test_pipeline import frames
 from tests.reference import largest_error
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
@@ -51,16 +50,15 @@ def replaced(kind, name="forward", change=changed):
     return mock.patch.object(kind, name, replacement)
 
 
-def changed_if_large(result):
-    return changed(result) if result[0].abs().mean().item() > 0.01 else result
-
-
 stock = functools.partial(of_layers, num_layers=1)
 
 
+def pipeline_of(**parts):
+    return small_pipelines.build(**{"transformer": None, "text_encoder": None, "tokenizer": None, **parts})
+
+
 def ported(model=None, **options):
-    parts = {"text_encoder": None, "tokenizer": None, "vae": None, "transformer": model or stock()}
-    return port(small_pipelines.build(**parts), **options).transformer
+    return port(pipeline_of(vae=None, transformer=model or stock()), **options).transformer
 
 
 # Changes: functions of a model, applied to stock's and to the ported one. A patch of a class is entered.
@@ -102,15 +100,11 @@ def replacing(name, make):
     return lambda model: model.set_submodule(name, make(model.get_submodule(name)))
 
 
-class Around(nn.Module):
+class Around(nn.Sequential):
     """A user's module around another one."""
 
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
     def forward(self, *args, **kwargs):
-        return changed(self.module(*args, **kwargs))
+        return changed(self[0](*args, **kwargs))
 
 
 class Twice(nn.Module):
@@ -196,13 +190,13 @@ TRANSFORMER_CHANGES = {
     ),
     "a class: a norm": (replaced(nn.LayerNorm), "has another method, forward"),
     "a class: a projection": (replaced(nn.Linear), "has another method, forward"),
-    "a class: GELU": (replaced(GELU), "has another method, forward"),
+    "a class: GELU": (replaced(diffusers.models.activations.GELU), "has another method, forward"),
     "a class: a patch embedding": (
         replaced(transformer_classes.CogVideoXPatchEmbed),
         "has another method, forward",
     ),
     "a class: a forward that branches": (
-        replaced(Transformer, change=changed_if_large),
+        replaced(Transformer, change=lambda y: changed(y) if y[0].abs().mean().item() > 0.01 else y),
         "runs operation by operation, since",
     ),
 }
@@ -326,17 +320,13 @@ def ported_vae(**options):
     return reference.on_jax(port(small_pipelines.vae(), **options))
 
 
-def ported_encoder(**options):
-    return port(small_pipelines.one_layer(), **options).text_encoder
-
-
 NETWORKS = {
     "transformer": (stock, ported, step, TRANSFORMER_CHANGES, 1e-5),
     "vae": (small_pipelines.vae, ported_vae, decoded, VAE_CHANGES, 2e-5),
     "vae, encoding": (small_pipelines.vae, ported_vae, encoded, ENCODER_CHANGES, 2e-5),
     "text encoder": (
         functools.partial(small_pipelines.text_encoder, num_layers=1),
-        ported_encoder,
+        lambda **options: port(small_pipelines.one_layer(), **options).text_encoder,
         hidden,
         TEXT_CHANGES,
         1e-5,
@@ -423,8 +413,8 @@ def test_what_changes_no_result_is_no_change(monkeypatch):
         block = each.get_submodule(RESNET)
         block.conv2.conv.bias = block.conv1.conv.bias
     monkeypatch.setattr(nn.Linear, "reset_parameters", lambda self: None)
-    module = model.decoder.conv_in
-    module.forward = module.forward  # as accelerate leaves it when its hooks are taken out
+    # As accelerate leaves it when its hooks are taken out:
+    model.decoder.conv_in.forward = model.decoder.conv_in.forward
     assert change_in(model.decoder) is None
     assert largest_error(decoded(model), decoded(changed_stock)) < 2e-5
 
@@ -532,14 +522,11 @@ OF_A_PIPELINE = {
 
 
 def test_a_method_of_a_pipeline_replaced_after_the_port_acts_as_in_pytorch():
-    def frames(pipe):
-        return pipe(**small_pipelines.inputs("text", num_inference_steps=1)).frames
-
     stock, pipe = small_pipelines.one_layer(), port(small_pipelines.one_layer())
-    before = frames(pipe)
+    before = frames(pipe, num_inference_steps=1)
     for name, patch in OF_A_PIPELINE.items():
         with patch:
-            expected, result = frames(stock), frames(pipe)
+            expected, result = (frames(each, num_inference_steps=1) for each in (stock, pipe))
         assert largest_error(expected, before) > 1e-3, name
         assert largest_error(result, expected) < 1e-4, name
 
@@ -547,7 +534,7 @@ def test_a_method_of_a_pipeline_replaced_after_the_port_acts_as_in_pytorch():
 def test_a_cache_beside_a_replaced_method_acts_as_in_pytorch():
     results = []
     for model in (of_layers(), ported(of_layers())):
-        model.enable_cache(FirstBlockCacheConfig(threshold=10.0))
+        model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=10.0))
         with replaced(transformer_classes.FeedForward), model.cache_context("cond"):
             results.append(torch.stack([step(model) for _ in range(2)]))
     assert largest_error(*reversed(results)) < 1e-5

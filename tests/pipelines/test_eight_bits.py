@@ -1,9 +1,7 @@
 """Weights in eight bits stay so on the device, and give what PyTorch gives with rounded weights."""
 
-import functools
 import pickle
 import re
-from typing import Any
 
 import diffusers
 import gguf
@@ -31,13 +29,11 @@ from cogvideox_torchax.pipelines import layers, sharding
 from cogvideox_torchax.runtime.trees import change_in
 from cogvideox_torchax.vae.tolerances import rms_error
 from tests import small_pipelines
-from tests.pipelines.test_blocks import SPLITS, step, stock as of_layers
-from tests.pipelines.test_changes import planned, with_lora
+from tests.pipelines.test_blocks import SPLITS, step
+from tests.pipelines.test_changes import pipeline_of, planned, stock, with_lora
 from tests.reference import largest_error
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
-stock = functools.partial(of_layers, num_layers=1)
-KERNELS = "qk_norm_rope", "adaptive_layer_norm", "gated_linear", "linear_gelu", "split_linear"
 
 
 def matrices(model):
@@ -76,11 +72,9 @@ def error_of(weights, got, want):
     return torch.quantile((got - want).abs() / want.abs().max(), share).item()
 
 
-def ported(transformer=None, text_encoder=None, weights: Any = "int8", **options):
-    pipe = small_pipelines.build(
-        transformer=transformer or stock(), text_encoder=text_encoder, tokenizer=None
-    )
-    return port(pipe, weights=weights, **options)
+def ported(transformer=None, text_encoder=None, weights="int8", **options):
+    parts = {"transformer": transformer or stock(), "text_encoder": text_encoder}
+    return port(pipeline_of(**parts), weights=weights, **options)
 
 
 @pytest.mark.parametrize("version", ["5b", "1.5"])
@@ -100,13 +94,14 @@ def test_a_step_in_int8_is_that_of_the_rounded_weights(weights, split, version):
     assert (of_dtype(model, torch.int8), change_in(model)) == (matrices(want), None)
     if split == "one device":
         program = planned(model)
-        assert [word for word in (*KERNELS, "xi8>") if word not in program] == []
+        kernels = "qk_norm_rope", "adaptive_layer_norm", "gated_linear", "linear_gelu", "split_linear"
+        assert [word for word in (*kernels, "xi8>") if word not in program] == []
         sums_of_int8 = re.search(r"dot_general.*xi8>, tensor<\S+xi8>\) -> tensor<\S+xi32>", program)
         assert (sums_of_int8 is not None) == (weights == "int8-dynamic")
 
 
 def test_the_files_weights_become_int8_while_they_are_loaded(saved):
-    options: dict[str, Any] = {"weights": "int8-dynamic", "mesh": make_mesh(1, 2), "parallel": "tensor"}
+    options = {"weights": "int8-dynamic", "mesh": make_mesh(1, 2), "parallel": "tensor"}
     loaded = load_pipeline(saved(), dtype=torch.bfloat16, **options)
     wanted = port(small_pipelines.one_layer().to(torch.bfloat16), **options)
     assert any(getattr(layer, "dynamic", False) for layer in loaded.transformer.modules())
@@ -174,7 +169,7 @@ REFUSED = {
     "fusing projections": (lambda pipe, path: pipe.transformer.fuse_qkv_projections(), "fuse_qkv_.* in int8"),
     "fusing a LoRA": (lambda pipe, path: pipe.fuse_lora(), "fuse_lora got weights in int8"),
     "another form": (
-        lambda pipe, path: port(pipe, **dict[str, Any](weights="int4")),
+        lambda pipe, path: port(pipe, weights="int4"),
         "weights='int4': it takes 'int8', 'int8-dynamic', or None",
     ),
     "a VAE": (lambda pipe, path: port(pipe.vae, weights="int8"), "weights='int8' for a AutoencoderKLCog"),
@@ -185,15 +180,10 @@ REFUSED = {
 }
 
 
-@pytest.fixture(scope="module")
-def pipe():
-    return ported()
-
-
 @pytest.mark.parametrize(("call", "words"), REFUSED.values(), ids=REFUSED)
-def test_what_int8_cannot_do_is_refused_in_one_line(pipe, tmp_path, call, words):
+def test_what_int8_cannot_do_is_refused_in_one_line(tmp_path, call, words):
     with pytest.raises(ValueError, match=rf"\A.*{words}.*\Z"):
-        call(pipe, tmp_path)
+        call(ported(), tmp_path)
     assert not [*tmp_path.iterdir()]
 
 
@@ -257,10 +247,6 @@ FORMS = {
 def loaded(form, part, tmp_path):
     model = stock() if part == "transformer" else small_pipelines.text_encoder(num_layers=1)
     return FORMS[form][0](model, tmp_path).eval() if form in FORMS else model
-
-
-def pipeline_of(**parts):
-    return small_pipelines.build(**{"transformer": None, "text_encoder": None, "tokenizer": None, **parts})
 
 
 def in_form(form, tmp_path, part="transformer"):

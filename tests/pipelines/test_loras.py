@@ -1,6 +1,7 @@
 """LoRAs on a ported pipeline: loaded before and after the port, fused, scaled, removed, and of few steps."""
 
 import copy
+import functools
 import itertools
 
 import pytest
@@ -45,9 +46,7 @@ def test_a_lora_loaded_before_porting_scaled_after_it_and_one_unloaded(saved, pl
 @pytest.mark.parametrize(("network", "mesh"), [("known", None), ("known", (2, 4)), ("unknown", None)])
 @pytest.mark.slow_cases("known-mesh1", "unknown-*")
 def test_a_lora_loaded_merged_and_unloaded_after_porting(saved, network, mesh, tmp_path):
-    def run(pipe):
-        return latents(pipe) if network == "known" else latents(pipe, "image", **faces())
-
+    run = latents if network == "known" else functools.partial(latents, kind="image", **faces())
     stock, ported = (loaded(saved()) if network == "known" else consisid() for _ in range(2))
     small_pipelines.save_lora(copy.deepcopy(stock), tmp_path)
     port(ported, mesh=make_mesh(*mesh) if mesh else None)

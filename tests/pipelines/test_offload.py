@@ -4,7 +4,6 @@ import copy
 import functools
 import gc
 import itertools
-import math
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
@@ -176,7 +175,6 @@ class Controlled(CogVideoXPipeline):
 
 def test_an_unknown_network_that_steps_call_stays_on_the_devices_during_a_call(watched):
     pipe = port(Controlled(Beside(8, 8).eval(), **build().components))
-    pipe.set_progress_bar_config(disable=True)
 
     def step(pipe, i, timestep, tensors):
         return {"latents": pipe.beside(tensors["latents"].to("jax"))}
@@ -186,8 +184,12 @@ def test_an_unknown_network_that_steps_call_stays_on_the_devices_during_a_call(w
     watched.clear()
     assert torch.equal(frames(pipe, callback_on_step_end=step), want)
     assert on_devices(pipe) == set()
-    names = ["T5EncoderModel", "CogVideoXTransformer3DModel", "Beside", "AutoencoderKLCogVideoX"]
-    assert [name for what, name in watched if what == "load"] == names
+    assert [name for what, name in watched if what == "load"] == [
+        "T5EncoderModel",
+        "CogVideoXTransformer3DModel",
+        "Beside",
+        "AutoencoderKLCogVideoX",
+    ]
 
 
 OWN_HOOKS = {
@@ -299,7 +301,7 @@ CHILDREN = {
 @pytest.mark.parametrize("call", CHILDREN.values(), ids=CHILDREN)
 def test_a_part_of_a_network_whose_weights_wait_can_be_used_alone(call, waiting):
     def given(*shape):
-        return torch.linspace(-1, 1, math.prod(shape)).reshape(shape)
+        return torch.linspace(-1, 1, torch.Size(shape).numel()).reshape(shape)
 
     got = runtime.to_torch(call(waiting, lambda *shape: given(*shape).to("jax")))
     assert largest_error(got, call(build(), given)) < 1e-5

@@ -10,7 +10,6 @@ from unittest.mock import Mock
 import accelerate
 import diffusers
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -23,7 +22,6 @@ from diffusers import (
     DPMSolverMultistepScheduler,
 )
 from diffusers.pipelines.cogvideo import pipeline_cogvideox
-from diffusers.video_processor import VideoProcessor
 
 from cogvideox_torchax import make_mesh, port, runtime, upstream
 from cogvideox_torchax.pipelines import frames as processors, port as porting, steps as denoising
@@ -37,18 +35,18 @@ TOLERANCE = 1e-4
 """Relative error of the frames after four steps, in float32."""
 
 PLACEMENTS = {
-    "one device": {},
-    "1x8": {"mesh": (1, 8)},
-    "2x4": {"mesh": (2, 4)},
-    "1x8 tensor": {"mesh": (1, 8), "parallel": "tensor"},
-    "2x4 tensor": {"mesh": (2, 4), "parallel": "tensor"},
+    "one device": port,
+    "1x8": lambda pipe: port(pipe, mesh=make_mesh(1, 8)),
+    "2x4": lambda pipe: port(pipe, mesh=make_mesh(2, 4)),
+    "1x8 tensor": lambda pipe: port(pipe, mesh=make_mesh(1, 8), parallel="tensor"),
+    "2x4 tensor": lambda pipe: port(pipe, mesh=make_mesh(2, 4), parallel="tensor"),
 }
 
 
 @functools.cache
 def shared(placement):
     """Return the parts that all cases share, so that they are compiled once: VAE and text encoder."""
-    pipe = port_to(placement, small_pipelines.build(transformer=None))
+    pipe = port_to(placement, small_pipelines.build())
     return pipe.vae, pipe.text_encoder
 
 
@@ -61,10 +59,7 @@ def transformer(placement, version, conditioning):
 
 def port_to(placement, pipe):
     """Port a pipeline to a placement; None leaves it as it is."""
-    if placement is None:
-        return pipe
-    given = PLACEMENTS[placement]
-    return port(pipe, mesh=make_mesh(*given["mesh"]) if given else None, parallel=given.get("parallel"))
+    return pipe if placement is None else PLACEMENTS[placement](pipe)
 
 
 def pipeline(kind="text", version="5b", placement=None, **components):
@@ -295,7 +290,7 @@ def test_a_nan_stops_the_run_without_decoding_and_names_the_step(ported, part, w
             return {"latents": kwargs["latents"] * float("nan")}
         if part is not None and step == 1:
             layer = pipe.transformer.get_submodule(part)
-            bias = torch.nn.Parameter(runtime.tensor_of(runtime.array_of(layer.bias).at[0].set(jnp.nan)))
+            bias = torch.nn.Parameter(runtime.tensor_of(runtime.array_of(layer.bias).at[0].set(float("nan"))))
             monkeypatch.setitem(layer._parameters, "bias", bias)
         return {}
 
@@ -367,7 +362,7 @@ TENSORS = [torch.zeros(size) for size in ((1, 2, 16, 4, 8), (1, 16, 32), (1,))]
 """A step's inputs."""
 NO_POSITIONS = {"max_sequence_length": 9}
 """An option that is refused once the prompt is encoded."""
-LARGE = {"height": 16, "width": 24, **NO_POSITIONS}
+
 REFUSED = {
     "diffusers' parallelism": (
         lambda pipe: pipe.transformer.enable_parallelism(config=ContextParallelConfig(ring_degree=2)),
@@ -392,7 +387,9 @@ REFUSED = {
     "a width": (lambda pipe: frames(pipe, width=18, **NO_POSITIONS), "height=8, width=16"),
     **{
         f"a size beyond the positions of 1.5, {kind}": (
-            lambda _, kind=kind: frames(pipeline(kind, "1.5", "one device"), kind, **LARGE),
+            lambda _, kind=kind: frames(
+                pipeline(kind, "1.5", "one device"), kind, height=16, width=24, **NO_POSITIONS
+            ),
             "got height=16, width=24: .* at most height=8, width=16; try height=8, width=16",
         )
         for kind in ("text", "image")
@@ -417,11 +414,11 @@ def test_what_cannot_be_is_refused_in_words_before_anything_is_compiled(ported, 
 
 
 @pytest.mark.slow
-def test_another_size_than_the_models_own_gives_the_same_frames():
+@pytest.mark.parametrize("version", ["2b", "5b"])
+def test_another_size_than_the_models_own_gives_the_same_frames(version):
     size = {"height": 16, "width": 24, "num_frames": 7, "guidance_scale": 1.0}
-    for version in ("2b", "5b"):
-        pipes = (pipeline("text", version, place) for place in ("one device", None))
-        assert largest_error(*(frames(pipe, **size) for pipe in pipes)) < TOLERANCE
+    pipes = (pipeline("text", version, place) for place in ("one device", None))
+    assert largest_error(*(frames(pipe, **size) for pipe in pipes)) < TOLERANCE
 
 
 def test_a_table_of_positions_is_that_of_the_size_and_of_the_settings(monkeypatch):
@@ -440,13 +437,12 @@ def test_a_tokenizer_whose_padding_is_state_is_used_by_one_thread_at_a_time_also
             return [self.encode_prompt(part, *args, **kwargs)[0] for part in prompt]
 
     def tokenize(*args, **kwargs):
-        users.append(1)
+        assert in_use.acquire(blocking=False)
         time.sleep(0.02)
-        assert len(users) == 1
-        users.clear()
+        in_use.release()
         return tokenizer(*args, **kwargs)
 
-    users, pipe = [], pipeline(placement="one device")
+    in_use, pipe = threading.Lock(), pipeline(placement="one device")
     tokenizer, pipe.__class__ = pipe.tokenizer, InParts
     monkeypatch.setattr(port(pipe), "tokenizer", tokenize)
     with ThreadPoolExecutor(2) as threads:  # a lock that a thread waits for and has itself is never given
@@ -484,7 +480,8 @@ def test_diffusers_schedulers_compute_on_jax_what_they_do_on_the_host(kind, opti
     assert got.dtype == want.dtype
 
 
-def test_a_step_reads_nothing_from_the_device(ported, monkeypatch):
+@pytest.mark.parametrize("kind", [CogVideoXDDIMScheduler, CogVideoXDPMScheduler, DPMSolverMultistepScheduler])
+def test_a_step_reads_nothing_from_the_device(ported, kind, monkeypatch):
     """A scheduler looks timesteps up in its tables: a read of the device would wait for its network."""
     reads = []
     monkeypatch.setattr(device, "on_host", lambda array: reads.append(array.shape) or host.on_host(array))
@@ -493,11 +490,9 @@ def test_a_step_reads_nothing_from_the_device(ported, monkeypatch):
         reads.append(f"step {step}")
         return kwargs
 
-    for kind in (CogVideoXDDIMScheduler, CogVideoXDPMScheduler, DPMSolverMultistepScheduler):
-        monkeypatch.setattr(ported, "scheduler", kind.from_config(ported.scheduler.config))
-        reads.clear()
-        frames(ported, callback_on_step_end=callback, output_type="latent")
-        assert reads[reads.index("step 0") : reads.index("step 3") + 1] == [f"step {i}" for i in range(4)]
+    monkeypatch.setattr(ported, "scheduler", kind.from_config(ported.scheduler.config))
+    frames(ported, callback_on_step_end=callback, output_type="latent")
+    assert reads[reads.index("step 0") : reads.index("step 3") + 1] == [f"step {i}" for i in range(4)]
 
 
 # Frames are diffusers' own, to the last bit; pictures leave the device as bytes.
@@ -517,7 +512,7 @@ def test_frames_are_converted_as_by_diffusers(output_type, dtype, device):
     frames = (torch.randn(2, 3, 5, 24, 32, generator=torch.Generator().manual_seed(0)) * 0.7).to(dtype)
     given = frames.clone()
     got, kind = bits(processors.FrameProcessor().postprocess_video(given.to(device), output_type))
-    want, wanted_kind = bits(VideoProcessor().postprocess_video(frames, output_type))
+    want, wanted_kind = bits(pipeline_cogvideox.VideoProcessor().postprocess_video(frames, output_type))
     assert np.array_equal(got, want)
     assert (kind, given.equal(frames)) == (wanted_kind, True)
 
@@ -533,16 +528,11 @@ def test_pictures_leave_the_device_as_bytes_in_chunks_and_are_those_of_the_frame
         "postprocess_video",
         lambda *args, **rest: seen.append(rest["video"]) or convert(*args, **rest),
     )
-    made = [
-        pipe(**small_pipelines.inputs(kind, num_inference_steps=2, output_type=output_type)).frames
-        for output_type in ("pil", "pt")
-    ]
+    pictures, _ = (frames(pipe, kind, num_inference_steps=2, output_type=each) for each in ("pil", "pt"))
     in_bytes, in_floats = seen
     assert (in_bytes.dtype, in_floats.dtype) == (torch.uint8, dtype)
-    assert np.array_equal(
-        bits(made[0])[0],
-        bits(VideoProcessor().postprocess_video(in_floats, "pil"))[0],
-    )
+    wanted = pipeline_cogvideox.VideoProcessor().postprocess_video(in_floats, "pil")
+    assert np.array_equal(bits(pictures)[0], bits(wanted)[0])
     # Outside of such a call frames are floats, whoever asks for them.
     assert pipe.decode_latents(torch.zeros(1, 2, 16, 4, 8, dtype=dtype).to("jax")).dtype == dtype
     assert not any(map(runtime.on_jax, seen))
@@ -607,7 +597,7 @@ def undecoded():
 
 
 def test_latents_need_no_decoder(undecoded, compilers):
-    frames(undecoded, num_inference_steps=1, output_type="latent")
+    assert runtime.on_jax(frames(undecoded, num_inference_steps=1, output_type="latent"))
     assert not compilers
 
 

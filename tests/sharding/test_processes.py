@@ -42,16 +42,12 @@ def start(directory, code, count=2):
     with socket.socket() as found:
         found.bind(("localhost", 0))
         port = found.getsockname()[1]
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": re.sub(r"device_count=\d+", f"device_count={8 // count}", os.environ["XLA_FLAGS"]),
-        "PYTHONPATH": str(ROOT),
-    }
+    flags = re.sub(r"device_count=\d+", f"device_count={8 // count}", os.environ["XLA_FLAGS"])
     return [
         subprocess.Popen(
             [sys.executable, "-c", f"port, count, index = {port}, {count}, {index}\n{code}"],
             cwd=directory,
-            env=environment,
+            env={**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -114,10 +110,9 @@ def test_two_processes_write_what_one_writes(directory):
     one, two = (latents.load(f"{name}.safetensors").tensor for name in ("one", "two"))
     assert reference.largest_error(two, one) < 1e-5
     for ours, theirs in (("one", "two"), ("one-tiled", "two-tiled")):
-        pairs = list(zip(frames_of(Path(ours)), frames_of(Path(theirs)), strict=True))
-        assert len(pairs) == 9
+        pairs = zip(frames_of(Path(ours)), frames_of(Path(theirs)), strict=True)
         # A pixel that lies between two bytes may round either way.
-        assert max(np.abs(a - b).max() for a, b in pairs) <= 1
+        assert [np.abs(one - two).max() <= 1 for one, two in pairs] == 9 * [True]
     names = {"clip.mp4", "vae", "one", "two", "one.safetensors", "two.safetensors", "one-tiled", "two-tiled"}
     assert {path.name for path in directory.iterdir()} == names
 
@@ -130,8 +125,10 @@ def videos():
     text.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.3))
     image = port(small_pipelines.build("image", "5b-I2V"), mesh=make_mesh(1))
     image.enable_model_cpu_offload()
-    pipes = {"text": text, "image": image}
-    return {kind: runtime.to_torch(pipes[kind](**small_pipelines.inputs(kind)).frames) for kind in pipes}
+    return {
+        kind: runtime.to_torch(pipe(**small_pipelines.inputs(kind)).frames)
+        for kind, pipe in (("text", text), ("image", image))
+    }
 
 
 CONNECT = f"""
@@ -226,16 +223,12 @@ def fingerprints(pipe, **arguments):
     return json.loads(str(caught.value))
 
 
-def seeded(seed):
-    return {"generator": torch.Generator().manual_seed(seed)}
-
-
 CALLS = {
     "another prompt": ({"prompt": "a"}, {"prompt": "b"}, ["prompt"]),
     "another size": ({"height": 8, "width": 8}, {"height": 16, "width": 16}, ["height", "width"]),
-    "another seed": (seeded(0), seeded(1), ["generator"]),
+    "another seed": (*({"generator": torch.Generator().manual_seed(seed)} for seed in (0, 1)), ["generator"]),
     "other latents": (*({"latents": x.bfloat16()} for x in torch.eye(2)), ["latents"]),
-    "equal seeds": (seeded(0), seeded(0), []),
+    "equal seeds": (*({"generator": torch.Generator().manual_seed(seed)} for seed in (0, 0)), []),
     "equal pictures": (*({"attention_kwargs": {"a": small_pipelines.picture()}} for _ in range(2)), []),
     "equal functions": (*({"callback_on_step_end": lambda *_: {}} for _ in range(2)), []),
     "methods of others": (*({"callback_on_step_end": Counter(of).update} for of in "ab"), []),
@@ -364,6 +357,8 @@ def test_a_process_that_failed_waits_for_no_other_with_a_traceback_either(direct
 
 def test_processes_that_nobody_names_are_told_how_to_meet():
     """It runs in a process of its own: one whose devices are in use can join no other."""
-    code = "from cogvideox_torchax.sharding import connect; connect()"
-    ended = run_python(code, TPU_SKIP_MDS_QUERY="1")  # no TPU pod's server to wait for
+    ended = run_python(
+        "from cogvideox_torchax.sharding import connect; connect()",
+        TPU_SKIP_MDS_QUERY="1",  # no TPU pod's server to wait for
+    )
     assert re.search("ProcessError: cannot join the other processes.*pass a coordinator", ended.stderr)

@@ -96,13 +96,10 @@ def test_chunks_and_caches_cross_the_border_in_shards_and_weights_are_copied(eig
         assert {shard.data.shape[width] for shard in array.addressable_shards} == {array.shape[width] // 8}
 
 
-TILES = {"tile_sample_min_height": 48, "tile_sample_min_width": 4 * 30}
-
-
 @pytest.mark.slow_cases("flax")
 def test_tiles_over_a_mesh_change_no_number_and_blend_in_shards(shallow_vae, eight):
-    z, _ = inputs(1, 1, 48)
-    with reference.tiled(in_tiles := copy.deepcopy(shallow_vae), eight, **TILES):
+    in_tiles, (z, _) = copy.deepcopy(shallow_vae), inputs(1, 1, 48)
+    with reference.tiled(in_tiles, eight, tile_sample_min_height=48, tile_sample_min_width=4 * 30):
         want = in_tiles.decode(z).sample
         got = eight.decode(runtime.to_jax(z)).sample
         streamed = torch.cat(list(eight.decode_stream(z)), 2)
