@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
-from unittest.mock import Mock, patch
+from unittest.mock import DEFAULT, Mock, patch
 
 import numpy as np
 import pytest
@@ -73,11 +73,18 @@ def made_by(pipe):
     return np.stack([np.asarray(picture, int) for picture in frames])
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("text", ["--dp", 2, "--tp", 4]), ("1.5", [])])
-@pytest.mark.slow_cases("1.5-*")
-def test_the_frames_are_those_of_stock_diffusers(models, name, mesh):
-    want = made_by(small_pipelines.CLASSES["text"].from_pretrained(models(name)))
-    assert generate(models(name), *mesh) == 0
+@pytest.mark.parametrize(
+    ("name", "more", "dtype", "of"),
+    [
+        pytest.param("text", ["--dp", 2, "--tp", 4], torch.float32, lambda pipe: pipe, id="on a mesh"),
+        pytest.param("1.5", [], torch.float32, lambda pipe: pipe, id="of 1.5"),
+        pytest.param("text", ["--dtype", "bfloat16"], torch.bfloat16, port, id="of Python in bfloat16"),
+    ],
+)
+@pytest.mark.slow_cases(but=["on a mesh"])
+def test_the_frames_are_those_of_stock_diffusers(models, name, more, dtype, of):
+    want = made_by(of(small_pipelines.CLASSES["text"].from_pretrained(models(name), dtype=dtype)))
+    assert generate(models(name), *more) == 0
     assert np.abs(pictures("frames") - want).max() <= 1
 
 
@@ -93,12 +100,11 @@ def test_a_scheduler_its_settings_and_a_lora_are_taken_as_stock_diffusers_takes_
     wanted = made_by(port(pipe, weights=weights) if weights else pipe)
     lora = ("--lora", "hub:folder/pytorch_lora_weights.safetensors")
     scheduler = ("--scheduler", "CogVideoXDPMScheduler:timestep_spacing=leading")
+    more = (*lora, *scheduler, *(("--weights", weights) if weights else ()))
     for scale, differs in ((0.5, False), (1.0, True)):
-        more = ("--lora-scale", scale, *(() if weights is None else ("--weights", weights)))
-        assert generate(models("text"), *scheduler, *lora, *more, output=f"a{differs}") == 0
+        assert generate(models("text"), *more, "--lora-scale", scale, output=f"a{differs}") == 0
         assert (np.abs(pictures(f"a{differs}") - wanted).max() > 1) == differs
-    record = json.loads(Path("aTrue.json").read_text())
-    assert record["request"]["scheduler"] == scheduler[1]
+    assert json.loads(Path("aTrue.json").read_text())["request"]["scheduler"] == scheduler[1]
 
 
 def test_a_lora_in_a_folder_of_the_hub_is_downloaded_or_those_that_are_there_are_named(models, refused):
@@ -127,20 +133,11 @@ def test_a_lora_in_a_folder_of_the_hub_is_downloaded_or_those_that_are_there_are
         (["--tp", 4], (1, 4)),
     ],
 )
-def test_without_guidance_all_devices_share_one_pass(models, more, mesh, monkeypatch):
-    monkeypatch.setattr(generation.Generator, "load", lambda _, group, __: pytest.fail(str(group.mesh)))
-    found = Mock(side_effect=ArithmeticError)
-    monkeypatch.setattr(devices, "local_mesh", found)
-    assert generate(models("text"), *more) == 1
+def test_without_guidance_all_devices_share_one_pass(models, more, mesh):
+    with patch.object(devices, "local_mesh", side_effect=ArithmeticError) as found:
+        assert generate(models("text"), *more) == 1
     assert found.call_args.args == (*mesh, 8)
     assert make_mesh(heads=30).shape == {"dp": 1, "tp": 6}, "as many devices as divide them"
-
-
-@pytest.mark.slow
-def test_in_bfloat16_the_frames_are_those_of_python_but_for_the_rounding_to_bytes(models):
-    pipe = port(small_pipelines.CLASSES["text"].from_pretrained(models("text"), dtype=torch.bfloat16))
-    assert generate(models("text"), "--dtype", "bfloat16") == 0
-    assert np.abs(pictures("frames") - made_by(pipe)).max() <= 1
 
 
 @pytest.fixture
@@ -339,11 +336,9 @@ BAD = {
 
 
 @pytest.mark.parametrize(("name", "more", "words"), BAD.values(), ids=BAD)
-def test_wrong_input_is_one_line_before_any_weight_is_loaded(models, name, more, words, monkeypatch, refused):
-    model = models(name)
-    monkeypatch.setattr(loading, "load_pipeline", lambda *_, **__: pytest.fail("loaded"))
-    said = refused(*arguments(model, *more))
-    assert re.search(words, said), said
+@patch.object(loading, "load_pipeline", lambda *_, **__: pytest.fail("loaded"))
+def test_wrong_input_is_one_line_before_any_weight_is_loaded(models, name, more, words, refused):
+    assert re.search(words, refused(*arguments(models(name), *more)))
     assert not Path("frames").exists()
 
 
@@ -355,14 +350,17 @@ def many(model, *more):
     return ["generate", "--model", str(model), "-o", "out", *map(str, given)]
 
 
-def records(directory="out"):
-    """Return the records of a directory's videos by id."""
-    files = (path for path in Path(directory).glob("*.json") if path.name != "prompts.json")
-    return {path.stem: json.loads(path.read_text()) for path in files}
+def records():
+    """Return the records of the videos by id."""
+    return {
+        path.stem: json.loads(path.read_text())
+        for path in Path("out").glob("*.json")
+        if path.stem != "prompts"
+    }
 
 
-def videos(directory="out"):
-    return {path.stem: (path.read_bytes(), path.stat().st_mtime_ns) for path in Path(directory).glob("*.mp4")}
+def videos():
+    return {path.stem: (path.read_bytes(), path.stat().st_mtime_ns) for path in Path("out").glob("*.mp4")}
 
 
 LINES = (
@@ -378,20 +376,20 @@ def test_a_file_of_prompts_makes_what_single_runs_make_and_goes_on_where_it_was(
     assert cli.main(many(models("text"), "--seed", 5, "--json")) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["videos"], said["done_before"], said["bad"]) == (3, 0, 0)
-    made, first = records(), videos()
+    fields = ("prompt", "seed", "num_inference_steps")
     assert {
-        name: (each["request"]["prompt"], each["request"]["seed"], each["frames"])
-        for name, each in made.items()
+        name: [*(each["request"][field] for field in fields), each["frames"]]
+        for name, each in records().items()
     } == {
-        "00001": ("a panda", 7, 5),
-        "sea": ("the sea", 2005, 5),
-        "00004": ("an egg", 3005, 5),
+        "00001": ["a panda", 7, 2, 5],
+        "sea": ["the sea", 2005, 3, 5],
+        "00004": ["an egg", 3005, 2, 5],
     }
-    assert made["sea"]["request"]["num_inference_steps"] == 3
     options = ["--prompt", "an egg", "--negative-prompt", "a cat", "--seed", 3005]
     assert generate(models("text"), *options, "--num-inference-steps", 2, output="alone.mp4") == 0
     assert (read_all("out/00004.mp4").int() - read_all("alone.mp4").int()).abs().max() <= 2
     # Another order of work, in two processes, with one video of the three to make again, and one edited.
+    first = videos()
     Path("out/sea.mp4").unlink()
     Path("prompts.jsonl").write_text("\n".join((*LINES[:3], LINES[3].replace("a cat", "a dog"))))
     for process in (1, 0):
@@ -429,8 +427,7 @@ sys.exit(cli.main(sys.argv[1:]))
 
 @pytest.mark.slow
 def test_two_actors_on_ray_one_of_them_killed_make_the_videos_of_one_process(models):
-    bad = '{"prompt": ""}'
-    Path("prompts.jsonl").write_text("\n".join((*LINES, bad)))
+    Path("prompts.jsonl").write_text("\n".join((*LINES, '{"prompt": ""}')))
     command = many(str(Path(models("text")).absolute()), "--json")
     ended = run_python(ON_RAY, *command, "--ray", "--actors", "2")
     assert ended.returncode == 1, ended.stderr[-3000:]
@@ -510,14 +507,9 @@ def test_a_bad_line_is_told_with_its_number_and_the_others_are_made(models, caps
 def test_a_prompt_that_fails_leaves_the_others_and_is_tried_again(models, capsys):
     Path("prompts.txt").write_text("a panda\n\nthe sea\n")
     command = [*many(models("text"), "--prompts", "prompts.txt"), "--until", "text"]
-    real = generation.Generator._encode
-
-    def fail(self, request):
-        if request.prompt == "a panda":
-            raise ArithmeticError("step 1 gave NaN")
-        return real(self, request)
-
-    with patch.object(generation.Generator, "_encode", fail):
+    ends = [ArithmeticError("step 1 gave NaN"), DEFAULT]
+    encode = Mock(wraps=generation.Generator._encode, side_effect=ends)
+    with patch.object(generation.Generator, "_encode", lambda *given: encode(*given)):
         assert cli.main(command) == 1
     assert "bad video 00001: step 1 gave NaN\n" in capsys.readouterr().err
     assert json.loads(Path("out/failed-prompts.jsonl").read_text())["error"] == "line 1: step 1 gave NaN"
@@ -560,28 +552,19 @@ def test_a_wrong_list_is_one_line_before_anything_is_made(models, more, words, r
     assert not Path("out").exists()
 
 
-@pytest.fixture
-def nothing_made():
-    """Have `generate` write the settings of a directory, and make nothing."""
-    with patch.object(prompts.PromptDirectory, "work", return_value=iter(())):
-        yield
-
-
 def save_model(seed):
-    torch.manual_seed(seed)
     transformer = small_pipelines.transformer("5b", seed=seed, num_layers=1)
     small_pipelines.one_layer(transformer=transformer).save_pretrained("m1")
 
 
-@pytest.mark.usefixtures("nothing_made")
+@patch.object(prompts.PromptDirectory, "work", lambda *_: iter(()))
 def test_videos_of_other_settings_are_refused_and_those_of_the_same_model_by_another_name_are_not(refused):
     Path("prompts.jsonl").write_text(LINES[0])
     Path("ratios.json").write_text("[1, 2]")
     save_model(0)
     small_pipelines.save_lora(small_pipelines.one_layer(), "lora")
     given = ("--lora", "lora", "--cache", "magcache:ratios.json")
-    assert cli.main(many("m1", *given)) == 0
-    for name in ("./m1", "m1/", Path("m1").absolute(), "../" + Path().absolute().name + "/m1"):
+    for name in ("m1", "./m1", "m1/", Path("m1").absolute(), "../" + Path().absolute().name + "/m1"):
         assert cli.main(many(name, *given)) == 0
     for option, value, words in (
         ("--guidance-scale", 3, "guidance_scale is 6.0 there and 3.0 here"),

@@ -6,7 +6,7 @@ import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock, Mock
+from unittest.mock import MagicMock
 
 import nbclient
 import nbformat
@@ -18,7 +18,6 @@ from PIL import Image
 from cogvideox_torchax import cli
 from cogvideox_torchax.files import video
 from cogvideox_torchax.pipelines import description
-from examples import serve, stream_to_browser
 from tests import small_pipelines
 from tests.dataset.conftest import write_clip
 from tests.processes import ROOT
@@ -226,15 +225,3 @@ def test_an_interrupt_stops_a_notebooks_video_between_steps_and_the_next_cell_wo
 
     asyncio.run(run_and_interrupt())
     assert video.probe("second.mp4").num_frames == 9
-
-
-@pytest.mark.parametrize("server", [serve, stream_to_browser])
-def test_a_server_listens_on_the_loopback_interface_alone(server, monkeypatch, model_directory, saved):
-    run = Mock()
-    monkeypatch.setattr(serve, "load_pipeline", lambda *_, **__: small_pipelines.one_layer())
-    monkeypatch.setattr("uvicorn.run", run)
-    monkeypatch.setattr(
-        "sys.argv", ["server", "--model", saved() if server is serve else str(model_directory)]
-    )
-    server.main()
-    assert run.call_args.kwargs["host"] == "127.0.0.1"
