@@ -9,11 +9,8 @@ from cogvideox_torchax.files import video
 
 
 def moving_frames(count=9, height=24, width=40):
-    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    frames = [
-        torch.stack([rows * 8 + 4 * t, columns * 5, torch.full_like(rows, 20 * t)]) for t in range(count)
-    ]
-    return torch.stack(frames, 1)[None].clamp(0, 255).to(torch.uint8)
+    t, row, column = torch.meshgrid(*map(torch.arange, (count, height, width)), indexing="ij")
+    return torch.stack([row * 8 + 4 * t, column * 5, 20 * t])[None].clamp(0, 255).to(torch.uint8)
 
 
 def write(path, frames, rate=10):
@@ -21,6 +18,12 @@ def write(path, frames, rate=10):
     with video.writing(path, rate) as write_chunk:
         for chunk in frames.split(8, dim=2):
             write_chunk(chunk)
+
+
+def encode_file(path, *given, format=None, **options):
+    """Encode frames into a file, or behind what a buffer holds, as `encode` does."""
+    with av.open(path, "w", format) as container:
+        encode(container, *given, **options)
 
 
 def encode(container, frames, codec="libx264", rate=10, times=None, pixel=1, **options):

@@ -4,6 +4,7 @@ import builtins
 import contextlib
 import importlib.metadata
 import json
+import math
 import os
 import re
 import shutil
@@ -12,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
-import av
 import jax
 import pytest
 import torch
@@ -29,7 +29,7 @@ from cogvideox_torchax.vae.tolerances import psnr
 from tests import reference
 from tests.fixtures import torchax_disabled
 from tests.processes import printed_by, run_python
-from tests.videos import encode, moving_frames, read_all, write
+from tests.videos import encode_file, moving_frames, read_all, write
 
 pytestmark = pytest.mark.usefixtures("torchax_off", "in_an_empty_directory")
 
@@ -129,8 +129,7 @@ def test_demo_writes_all_and_agrees_with_pytorch(clip, shallow_directory, capsys
     result = report(capsys, "demo", *given)
     assert result["backend"] == backend
     assert {path.name for path in Path("out").iterdir()} == {"demo.mp4", "demo.safetensors"}
-    for what in ("latents", "frames"):
-        assert result[f"largest_difference_to_PyTorch_{what}"] < 1e-5
+    assert max(result[f"largest_difference_to_PyTorch_{what}"] for what in ("latents", "frames")) < 1e-5
     assert min(result["compile_s"], result["run_s"]) > 0
     assert 5 < result["PSNR_against_source_dB"] < 60
     assert latents.load("out/demo.safetensors").num_frames == 5
@@ -149,8 +148,8 @@ def test_demo_makes_a_prompts_video_as_pytorch_does(clip, capsys):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 def test_generate_without_a_model_takes_the_bundled_pipeline(capsys):
-    prompt = "A red circle grows on a blue background."
-    assert run("generate", "--prompt", prompt, "--num-inference-steps", 1, "-o", "out.gif") == 0
+    given = ("--prompt", "A red circle grows on a blue background.", "--num-inference-steps", 1)
+    assert run("generate", *given, "-o", "out.gif") == 0
     assert capsys.readouterr().err.count("which knows prompts such as: a red circle moves to") == 1
     assert video.probe("out.gif").num_frames == 9
 
@@ -172,8 +171,10 @@ def test_demo_without_its_clip_says_what_installs_it(monkeypatch, refused):
 def test_doctor_names_devices_and_versions(capsys, monkeypatch):
     result = report(capsys, "doctor")
     installed = {name: versions.installed(name) for name in (*doctor.CORE, "pyarrow")}
-    cache = os.environ[COMPILE_CACHE_VARIABLE]
-    assert result == result | installed | {"torchax works": "yes", "compile cache": cache}
+    assert result == result | installed | {
+        "torchax works": "yes",
+        "compile cache": os.environ[COMPILE_CACHE_VARIABLE],
+    }
     assert result["devices"].startswith("cpu:0")
     assert not any("is tested" in line for line in result["advice"])
     monkeypatch.setattr("jax.devices", Mock(side_effect=RuntimeError("no TPU")))
@@ -200,8 +201,7 @@ def test_doctor_works_where_jax_does_not():
         "sys.exit(cli.main(['doctor']))"
     )
     assert (ended.returncode, ended.stderr) == (1, "")
-    assert "JAX_PLATFORMS=cpu" in ended.stdout
-    assert "pip install" in ended.stdout
+    assert re.search("(?s)JAX_PLATFORMS=cpu.*pip install", ended.stdout)
 
 
 @pytest.mark.parametrize("error", [ImportError, RuntimeError, AttributeError])
@@ -234,15 +234,8 @@ def _edit_latents(**changes):
     latents.save(replace(latents.load("z.safetensors"), **changes), "z.safetensors")
 
 
-def _nan():
-    tensor = torch.zeros(1, 16, 3, 3, 5)
-    tensor[0, 3, 2, 1, 0] = float("nan")
-    _edit_latents(tensor=tensor)
-
-
 def _truncate(name):
-    data = Path(name).read_bytes()
-    Path(name).write_bytes(data[: len(data) // 2])
+    os.truncate(name, Path(name).stat().st_size // 2)
 
 
 ENCODE = ("encode", "clip.mp4", "-o", "new.safetensors", "--model", "vae")
@@ -302,7 +295,11 @@ WRONG = {
         DECODE,
         "no latent file",
     ),
-    "latents with NaN": (_nan, DECODE, "video 0, frame 2, channel 3, row 1, column 0"),
+    "latents with NaN": (
+        lambda: _edit_latents(tensor=torch.where(torch.arange(720) == 170, math.nan, 0).view(1, 16, 3, 3, 5)),
+        DECODE,
+        "video 0, frame 2, channel 3, row 1, column 0",
+    ),
     "latents of another rank": (
         lambda: _edit_latents(tensor=torch.zeros(16, 3, 5)),
         DECODE,
@@ -398,31 +395,28 @@ WRONG = {
 
 @pytest.mark.parametrize(("prepare", "arguments", "words"), WRONG.values(), ids=WRONG)
 def test_wrong_input_is_one_line_exit_code_2_and_no_output(latent_file, refused, prepare, arguments, words):
-    def files():
-        return {path: path.stat().st_mtime_ns for path in Path().rglob("*") if not path.is_dir()}
-
     prepare()
-    before = files()
-    options = () if arguments[0] == "generate" else ("--backend", "torch", "--quiet")
-    assert words in refused(*arguments, *options)
-    assert files() == before
+    before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
+    assert words in refused(*arguments, "--backend", "torch", "--quiet")
+    assert {path: path.stat().st_mtime_ns for path in Path().rglob("*")} == before
 
 
 def test_frames_that_come_back_in_another_number_or_at_other_times_are_told(model_directory, capsys):
-    with av.open("clip.mkv", "w") as container:
-        encode(container, moving_frames(9), times=[0, 100, 120, 200, 500, 600, 610, 700, 900])
-    for more, words in (
-        ((), "the frame rate varies, and the output's does not: it has 9 a second"),
-        (("--frames", 6), "6 frames were read, 8 written"),
+    encode_file("clip.mkv", moving_frames(9), times=[0, 100, 120, 200, 500, 600, 610, 700, 900])
+    given = ("clip.mkv", "--model", "vae", "--backend", "torch")
+    for command, words in (
+        (("encode", "-o", "z.safetensors"), "every frame is taken: pass --fps"),
+        (("encode", "-o", "z.safetensors", "--fps", 10), ""),
+        (
+            ("reconstruct", "-o", "a.mp4"),
+            "the frame rate varies, and the output's does not: it has 9 a second",
+        ),
+        (("reconstruct", "-o", "a.mp4", "--frames", 6), "6 frames were read, 8 written"),
     ):
-        command = ("reconstruct", "clip.mkv", "--model", "vae", "--backend", "torch", "-o", "again.mp4")
-        assert run(*command, *more) == 0
-        assert words in capsys.readouterr().err
-    assert not video.probe("again.mp4").variable
-    encode_it = ("encode", "clip.mkv", "--model", "vae", "--backend", "torch", "-o", "clip.safetensors")
-    for more, is_told in ((), True), (("--fps", 10), False):
-        assert run(*encode_it, *more) == 0
-        assert ("every frame is taken: pass --fps" in capsys.readouterr().err) == is_told
+        assert run(command[0], *given, *command[1:]) == 0
+        said = capsys.readouterr().err
+        assert (words in said) if words else (said == "")
+    assert not video.probe("a.mp4").variable
 
 
 WRONG_ARGUMENTS = {
@@ -595,18 +589,17 @@ def test_what_compile_has_compiled_of_a_pipeline_generate_does_not_compile(saved
     assert cli.main(["compile", "5x8x16", "--pipeline", *given, "--json"]) == 0
     (program,) = json.loads(capsys.readouterr().out)["programs"]
     assert (program["kind"], program["size"]) == ("pipeline", "5x8x16")
-    before = {path.name for path in fresh_cache.iterdir()}
+    before = programs_in(fresh_cache)
     assert sum("Chunk" in name for name in before) == 1
     jax.clear_caches()  # as in another process
     size = ("--frames", "5", "--height", "8", "--width", "16", "--num-inference-steps", "3")
     assert cli.main(["generate", "--prompt", "an egg", *given, *size, "-o", "egg.mp4", "--quiet"]) == 0
-    new = {path.name for path in fresh_cache.iterdir()} - before
-    assert not {name for name in new if re.match(r"jit_[A-Z]", name)}, "operations on arrays alone are new"
+    assert programs_in(fresh_cache) == before
 
 
 def programs_in(cache: Path) -> set[str]:
-    """Return the programs of chunks in a cache; operations on single arrays are left out."""
-    return {path.name for path in cache.iterdir() if re.match(r"jit_\w+Chunk-", path.name)}
+    """Return the programs of networks in a cache; operations on single arrays are left out."""
+    return {path.name for path in cache.iterdir() if re.match("jit_[A-Z]", path.name)}
 
 
 def test_compiling_for_nothing_is_refused(restored_cache, monkeypatch, capsys, refused):
