@@ -5,7 +5,7 @@ import importlib.util
 import inspect
 import json
 import sys
-import types
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,8 +19,7 @@ from tests.reference import compilations
 @pytest.fixture(scope="module")
 def nodes():
     spec = importlib.util.spec_from_file_location("custom_nodes_cogvideox", ROOT / "comfyui" / "__init__.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -45,15 +44,10 @@ class Bar(list):
 @pytest.fixture
 def bar(monkeypatch):
     seen = Bar()
-
-    def progress_bar(total):
-        return types.SimpleNamespace(
-            update_absolute=lambda value, total, preview: seen.append((value, total, preview))
-        )
-
-    management = types.SimpleNamespace(throw_exception_if_processing_interrupted=seen.check)
+    progress = SimpleNamespace(update_absolute=lambda *update: seen.append(update))
     # `from comfy.utils import ...` asks for this entry alone.
-    monkeypatch.setitem(sys.modules, "comfy.utils", types.SimpleNamespace(ProgressBar=progress_bar))
+    monkeypatch.setitem(sys.modules, "comfy.utils", SimpleNamespace(ProgressBar=lambda total: progress))
+    management = SimpleNamespace(throw_exception_if_processing_interrupted=seen.check)
     monkeypatch.setitem(sys.modules, "comfy.model_management", management)
     return seen
 
@@ -76,14 +70,14 @@ def test_every_node_keeps_the_contract(nodes):
     for name, kind in nodes.NODE_CLASS_MAPPINGS.items():
         inputs = kind.INPUT_TYPES()
         assert set(inputs) <= {"required", "optional", "hidden"}, name
-        taken = [option for group in inputs.values() for option in group]
-        parameters = list(inspect.signature(getattr(kind, kind.FUNCTION)).parameters)[1:]
-        assert parameters == taken, f"{name} is called with {taken}"
+        _self, *parameters = inspect.signature(getattr(kind, kind.FUNCTION)).parameters
+        assert parameters == [option for group in inputs.values() for option in group], name
         assert all(isinstance(type_, str) for type_ in kind.RETURN_TYPES), name
         assert kind.CATEGORY == "CogVideoX/torchax"
-        for given in inputs["required"].values():
-            if "default" in given[-1]:
-                assert accepts(given, given[-1]["default"]), name
+        defaults = [
+            (given, given[-1]["default"]) for given in inputs["required"].values() if "default" in given[-1]
+        ]
+        assert all(accepts(*each) for each in defaults), name
 
 
 @pytest.mark.usefixtures("torchax_off")
@@ -96,8 +90,8 @@ def test_images_go_to_latents_and_back_as_the_model_has_them(nodes, bar, shallow
     assert [done for done, _, _ in bar] == list(range(1, 10))
     bar.clear()
     images = run(nodes, "Decode", vae=vae, samples=latents)
-    frames = shallow_vae.decode(want).sample[0].movedim(0, -1)
-    torch.testing.assert_close(images, (frames / 2 + 0.5).clamp(0, 1), rtol=0, atol=1e-4)
+    frames = (shallow_vae.decode(want).sample[0].movedim(0, -1) / 2 + 0.5).clamp(0, 1)
+    torch.testing.assert_close(images, frames, rtol=0, atol=1e-4)
     *_, (done, _, (kind, picture, largest)) = bar
     assert (done, kind, picture.size, largest) == (9, "JPEG", (24, 16), 512)
 
@@ -162,24 +156,20 @@ def test_a_prompt_becomes_the_frames_that_diffusers_makes_of_it(nodes, bar, load
 @pytest.mark.usefixtures("torchax_off")
 def test_another_prompt_and_seed_of_the_same_size_compile_nothing(nodes, loaded):
     pipeline, vae = loaded()
-    counts = []
     for other in {}, {"prompt": "the sea is calm", "seed": 2**64 - 1, "steps": 3, "cfg": 4.0}:
         with compilations() as counted:
             run(nodes, "Decode", vae=vae, samples={"samples": sample(nodes, pipeline, **other)})
-        counts.append(counted)
-    assert counts[1] == []
+    assert counted == []
 
 
 @pytest.mark.usefixtures("torchax_off")
 def test_an_interrupt_stops_after_its_step_and_the_next_run_is_whole(nodes, bar, loaded):
     pipeline, _ = loaded()
-    whole = sample(nodes, pipeline)
-    bar.clear()
-    bar.limit = 2
-    own = pipeline.scheduler
+    own, whole = pipeline.scheduler, sample(nodes, pipeline)
+    bar.limit = len(bar) + 2
     with pytest.raises(Interrupted):
         sample(nodes, pipeline, scheduler="CogVideoXDPMScheduler")
-    assert [done for done, _, _ in bar] == [1, 2]
+    assert [done for done, _, _ in bar] == [1, 2, 3, 4, 1, 2]
     assert pipeline.scheduler is own
     bar.limit = 1000
     assert torch.equal(sample(nodes, pipeline), whole)
@@ -219,9 +209,8 @@ def test_the_scheduler_of_the_menu_samples_as_in_diffusers(nodes, loaded):
 )
 def test_what_a_model_cannot_sample_is_refused_in_one_line(nodes, loaded, kind, version, given, message):
     pipeline, _ = loaded(kind, version)
-    with compilations() as counted, pytest.raises(ValueError, match=message) as raised:
+    with compilations() as counted, pytest.raises(ValueError, match=rf"\A.*{message}.*\Z"):
         sample(nodes, pipeline, **given)
-    assert "\n" not in str(raised.value)
     assert counted == []
 
 
@@ -277,13 +266,11 @@ def test_every_node_of_a_workflow_exists_and_every_link_joins_one_type(nodes, na
     known, widgets = dict(COMFYUI), {}
     for key, kind in nodes.NODE_CLASS_MAPPINGS.items():
         given = {name: value for group in kind.INPUT_TYPES().values() for name, value in group.items()}
-        linked = {
-            name: value[0]
-            for name, value in given.items()
-            if isinstance(value[0], str) and value[0] not in WIDGETS
-        }
+        widgets[key] = [
+            value for value in given.values() if isinstance(value[0], list) or value[0] in WIDGETS
+        ]
+        linked = {name: value[0] for name, value in given.items() if value not in widgets[key]}
         known[key] = (linked, list(kind.RETURN_TYPES))
-        widgets[key] = [value for name, value in given.items() if name not in linked]
     workflow = json.loads((ROOT / "comfyui" / "example_workflows" / f"{name}.json").read_text())
     by_id = {node["id"]: node for node in workflow["nodes"]}
     for node in by_id.values():

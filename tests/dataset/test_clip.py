@@ -5,7 +5,7 @@ import pickle
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from unittest.mock import DEFAULT, Mock
+from unittest.mock import DEFAULT, Mock, patch
 
 import av
 import pytest
@@ -17,7 +17,7 @@ from cogvideox_torchax.files import video
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
 from tests import reference
 from tests.dataset.conftest import write_clip
-from tests.videos import encode, moving_frames, read_all
+from tests.videos import encode_file, moving_frames, read_all
 
 
 def clip_of(small, name="a.mp4", **options):
@@ -52,8 +52,8 @@ def test_bytes_of_a_file_are_the_file_and_what_is_about_it_says_where_it_comes_f
 
 def test_a_pickled_unit_gives_the_same_bits_and_takes_no_weights_along(small):
     pickled = pickle.dumps(small.unit)
-    assert len(pickled) < 5000
     other = pickle.loads(pickled)
+    assert len(pickled) < 5000
     assert torch.equal(other(clip_of(small, "b.mp4")).tensor, small.wanted["b.mp4"].tensor)
     assert other.model_sha256 == small.unit.model_sha256
 
@@ -102,9 +102,9 @@ def test_a_bucket_holds_no_more_frames_than_a_clip_may_give(small, tmp_path):
 
 def test_a_bucket_is_filled_and_its_middle_cut_out(small, tmp_path):
     path = write_clip(tmp_path / "wide.mp4", frames=17, height=32, width=96)
-    unit = EncodeClip(ClipConfig(small.model, "torch", buckets=(Bucket(9, 16, 24),)))
-    whole = read_all(path, video.Framing(16, 48), 9)
-    assert torch.equal(unit.read(Clip("wide", path)).frames, whole[..., 12:36])
+    unit = EncodeClip(replace(small.config, buckets=(Bucket(9, 16, 24),)))
+    cut_out = read_all(path, video.Framing(16, 48), 9)[..., 12:36]
+    assert torch.equal(unit.read(Clip("wide", path)).frames, cut_out)
 
 
 def test_windows_are_the_frames_in_order_and_each_has_a_sample_of_its_own(small, tmp_path, monkeypatch):
@@ -140,8 +140,7 @@ def test_a_setting_of_another_type_is_refused_by_its_name(options, words):
 
 def test_a_clip_is_resampled_by_the_times_of_its_frames(small, tmp_path):
     times = [0, 100, 200, 250, 300, 700, 800]  # in milliseconds: the rate varies
-    with av.open(str(tmp_path / "a.mkv"), "w") as container:
-        encode(container, moving_frames(7, 16, 24), "ffv1", times=times)
+    encode_file(tmp_path / "a.mkv", moving_frames(7, 16, 24), "ffv1", times=times)
     whole = read_all(tmp_path / "a.mkv")
     for fps, wanted in (("10", [0, 1, 2, 4, 4, 4, 5, 5, 6]), ("5", [0, 2, 4, 5, 6]), ("5/2", [0, 4, 6])):
         found = EncodeClip(replace(small.config, fps=fps)).read(Clip("a", tmp_path / "a.mkv"))
@@ -157,8 +156,11 @@ def test_at_its_own_rate_a_video_keeps_its_frames_and_at_half_of_it_every_second
     exact = [Fraction(index) / fps for index in range(count)]
     rounded = [Fraction(round(time * 1000), 1000) for time in exact]  # as .mkv stores times
     for times in (exact, rounded):
-        info, end = video.Video(Path("a.mp4")), times[-1] + 1 / Fraction(fps)
-        info._decoded = lambda times=times, end=end: iter([*((time, None) for time in times), (end, None)])
+        info, frames = (
+            video.Video(Path("a.mp4")),
+            [(time, None) for time in (*times, times[-1] + 1 / Fraction(fps))],
+        )
+        info._decoded = frames.__iter__
         assert [number for number, _ in info.frames(Fraction(fps))] == list(range(count))
         assert [number for number, _ in info.frames(Fraction(fps) / 2)] == list(range(0, count, 2))
 
@@ -166,14 +168,12 @@ def test_at_its_own_rate_a_video_keeps_its_frames_and_at_half_of_it_every_second
 def test_a_clip_is_decoded_once_and_a_long_one_again_while_it_is_encoded_and_gives_the_same(
     small, monkeypatch
 ):
-    opened = Mock(wraps=av.open)
-    monkeypatch.setattr(av, "open", opened)
     for ahead, is_held, times in ((2**30, True, 1), (1000, False, 2)):
         monkeypatch.setattr("cogvideox_torchax.dataset.clip.AHEAD_BYTES", ahead)
-        opened.reset_mock()
-        part = small.unit.read(clip_of(small))
-        assert (part.frames is not None) == is_held
-        assert torch.equal(small.unit.encode(part).tensor, small.wanted["a.mp4"].tensor)
+        with patch.object(av, "open", wraps=av.open) as opened:
+            part = small.unit.read(clip_of(small))
+            assert (part.frames is not None) == is_held
+            assert torch.equal(small.unit.encode(part).tensor, small.wanted["a.mp4"].tensor)
         assert opened.call_count == times
 
 

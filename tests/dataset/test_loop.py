@@ -3,14 +3,15 @@
 import json
 import threading
 import weakref
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
+import torch
 
-from cogvideox_torchax import cli
 from cogvideox_torchax.dataset import loop
+from cogvideox_torchax.files import video
 from cogvideox_torchax.files.whole import OutputError
-from tests.dataset.conftest import BAD, command, tree
+from tests.dataset.conftest import BAD, command, encode, tree
 from tests.processes import run_python
 
 
@@ -35,26 +36,21 @@ def test_reading_and_writing_overlap_with_computing():
 
 
 def test_an_error_of_a_write_ends_the_loop():
-    computed = []
-    write = Mock(side_effect=OSError("the disk is full"))
+    compute, write = Mock(), Mock(side_effect=OSError("the disk is full"))
     with pytest.raises(OSError, match="full"):
-        list(loop.work(range(5), lambda job: job, computed.append, write, Mock()))
-    assert len(computed) < 5
+        list(loop.work(range(5), Mock(), compute, write, Mock()))
+    assert compute.call_count < 5
 
 
 def test_the_frames_of_a_clip_are_freed_once_they_are_encoded():
-    class Frames:
-        """What a clip's reader returns; a weak reference tells whether anyone still has it."""
-
-    references = []
+    alive = weakref.WeakValueDictionary()
 
     def read(job):
-        frames = Frames()
-        references.append(weakref.ref(frames))
+        alive[job] = frames = torch.zeros(1)
         return frames
 
     for step in loop.work(range(2), read, lambda frames: "latents", Mock(), Mock(), readers=1):
-        assert references[step.job]() is None
+        assert step.job not in alive
 
 
 @pytest.mark.parametrize(
@@ -78,17 +74,13 @@ def test_an_error_of_one_clip_is_its_own_and_one_of_the_program_ends_the_loop(er
             raise error
         return job
 
-    halves, kept, refused = {"read": lambda job: job, "compute": lambda job: job, half: fail}, [], []
-    given = {
-        "jobs": range(3),
-        **halves,
-        "write": lambda job, _: kept.append(job),
-        "refuse": lambda job, reason: refused.append((job, reason)),
-    }
+    halves, write, refuse = {"read": lambda job: job, "compute": lambda job: job, half: fail}, Mock(), Mock()
+    given = {"jobs": range(3), **halves, "write": write, "refuse": refuse}
     if own:
         words = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
         assert [step.error is None for step in loop.work(**given)] == [True, False, True]
-        assert (kept, refused) == ([0, 2], [(1, str(error) or words)])
+        assert [made.args[0] for made in write.call_args_list] == [0, 2]
+        refuse.assert_called_once_with(1, str(error) or words)
     elif (half, type(error)) != ("read", OutputError):
         with pytest.raises(type(error)):
             list(loop.work(**given))
@@ -120,10 +112,7 @@ sys.exit(cli.main(sys.argv[1:]))
 
 @pytest.mark.slow
 def test_an_actor_that_is_killed_is_replaced_and_the_result_is_that_of_one_machine(small, tmp_path):
-    def of(name):
-        return command(small, tmp_path / name)
-
-    ended = run_python(ENCODE, *of("ray"), "--ray", "--json")
+    ended = run_python(ENCODE, *command(small, tmp_path / "ray"), "--ray", "--json")
     assert ended.returncode == 1, ended.stderr[-3000:]
     assert all(f"bad clip {name}" in ended.stderr for name in BAD)
     assert "Deprecat" not in ended.stderr
@@ -131,7 +120,7 @@ def test_an_actor_that_is_killed_is_replaced_and_the_result_is_that_of_one_machi
     assert report["computing_s"] > 0
     assert (report["clips"], report["bad"], report["device"]) == (5, 2, "Ray")
     assert (tmp_path / "ray.killed").exists()
-    assert cli.main(of("alone")) == 1
+    assert encode(small, tmp_path / "alone") == 1
     assert tree(tmp_path / "ray") == tree(tmp_path / "alone")
 
 
@@ -144,7 +133,7 @@ def test_on_ray_a_cluster_that_is_not_there_and_shares_are_refused(small, tmp_pa
 
 
 def test_an_actor_measures_its_work_refuses_a_clip_that_cannot_be_read_and_ends_where_it_cannot_write(
-    small, tmp_path, monkeypatch
+    small, tmp_path
 ):
     from cogvideox_torchax.dataset import ray as engine
 
@@ -153,13 +142,12 @@ def test_an_actor_measures_its_work_refuses_a_clip_that_cannot_be_read_and_ends_
         "path": str(tmp_path / "a.safetensors"),
     }
     actor = engine.ClipActor(small.config)
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            "cogvideox_torchax.files.video.Video.frames", Mock(side_effect=OSError(5, "Input/output error"))
-        )
+    with patch.object(video.Video, "frames", side_effect=OSError(5, "Input/output error")):
         assert "Input/output error" in actor(row)["error"]
     done = actor({**row, "path": str(tmp_path / "b.safetensors")})
     assert min(done["waited"], done["computed"]) > 0
-    monkeypatch.setattr("cogvideox_torchax.dataset.ray.save", Mock(side_effect=OutputError("not writable")))
-    with pytest.raises(OutputError, match="not writable"):
+    with (
+        patch.object(engine, "save", side_effect=OutputError("not writable")),
+        pytest.raises(OutputError, match="not writable"),
+    ):
         actor(row)
