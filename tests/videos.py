@@ -1,9 +1,12 @@
 """Small videos of tests: their frames, written and read back."""
 
 from fractions import Fraction
+from pathlib import Path
 
 import av
+import numpy as np
 import torch
+from PIL import Image
 
 from cogvideox_torchax.files import video
 
@@ -45,3 +48,8 @@ def encode(container, frames, codec="libx264", rate=10, times=None, pixel=1, **o
 
 def read_all(path, size=None, count=None):
     return torch.stack([video.framed(frame, size) for _, frame in video.Video(path).frames(at_most=count)], 2)
+
+
+def pictures(directory):
+    """Return the pictures of a directory as one array (T, H, W, 3) of integers."""
+    return np.stack([np.asarray(Image.open(path), int) for path in sorted(Path(directory).iterdir())])

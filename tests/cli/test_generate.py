@@ -22,7 +22,7 @@ from cogvideox_torchax.vae.directions import DECODE
 from tests import small_pipelines
 from tests.files.test_latents import MADE
 from tests.processes import run_python
-from tests.videos import moving_frames, read_all, write
+from tests.videos import moving_frames, pictures, read_all, write
 
 pytestmark = pytest.mark.usefixtures("torchax_off", "in_an_empty_directory", "inputs")
 
@@ -58,11 +58,6 @@ def arguments(model, *more, output="frames"):
 
 def generate(model, *more, output="frames"):
     return cli.main(arguments(model, *more, output=output))
-
-
-def pictures(directory):
-    """Return the pictures of a directory as one array (T, H, W, 3) of integers."""
-    return np.stack([np.asarray(Image.open(path), int) for path in sorted(Path(directory).iterdir())])
 
 
 def made_by(pipe):

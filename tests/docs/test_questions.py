@@ -20,11 +20,10 @@ def frames(pipe, **options):
 
 def of_both(change, version="5b", **options):
     """Return frames of a pipeline in PyTorch and of a ported one, both after a change."""
-    stock, ported = (small_pipelines.build(version=version) for _ in range(2))
-    port(ported)
-    for pipe in (stock, ported):
+    pipes = small_pipelines.build(version=version), port(small_pipelines.build(version=version))
+    for pipe in pipes:
         change(pipe)
-    return frames(stock, **options), frames(ported, **options)
+    return [frames(pipe, **options) for pipe in pipes]
 
 
 def riflex():

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import json
 import math
+import re
 from pathlib import Path
 from unittest.mock import DEFAULT, Mock, patch
 
@@ -96,13 +97,14 @@ def test_a_run_that_was_cut_short_goes_on_to_the_same_weights(run, run_until):
     whole = run(*given)
     run_until(3, *given, output="cut")
     assert run(*given, "--resume", output="cut") == whole
-    one, other = weights_of("run/vae"), weights_of("cut/vae")
-    assert not changed(one, other)
+    average = weights_of("run/vae")
+    assert not changed(average, weights_of("cut/vae"))
     weights, _average, _adamw, muon, *_rates = torch.load("run/checkpoint.pt")["parts"]
-    unchanged = [name for name, average in one.items() if torch.equal(weights[name], average)]
+    unchanged = [name for name in average if torch.equal(weights[name], average[name])]
     assert unchanged == [], "each weight is trained, and its average is what is saved"
-    kernels = [name for name, weight in weights.items() if weight.ndim > 3]
-    inner = [name for name in kernels if "conv_in" not in name and "conv_out" not in name]
+    inner = [
+        name for name, weight in weights.items() if weight.ndim > 3 and not re.search("conv_(in|out)", name)
+    ]
     assert len(muon["param_groups"][0]["params"]) == len(inner)
 
 
@@ -130,9 +132,8 @@ def test_on_jax_a_cut_run_has_the_losses_of_pytorch(run, run_until, program, mon
     given = ("clip.mp4", "--model", "stock", "--steps", 3, "--every", 1, "--frames", 9, "--size", "16x16")
     given = (*given, "--batch", 2, "--rate", 1e-3, "--validate", "clip.mp4#0-9")
     want = run(*given, output="torch")
-    given = (*given, "--device", "jax", "--dp", 2)
-    run_until(1, *given)
-    got = run(*given, "--resume")
+    run_until(1, *given, "--device", "jax", "--dp", 2)
+    got = run(*given, "--device", "jax", "--dp", 2, "--resume")
     for one, other in zip(got, want, strict=True):
         assert one.pop("clip", None) == other.pop("clip", None)
         assert one == pytest.approx(other, rel=1e-3)
@@ -141,8 +142,7 @@ def test_on_jax_a_cut_run_has_the_losses_of_pytorch(run, run_until, program, mon
 
 @pytest.mark.parametrize("shape", [(8, 3, 3, 3, 3), (4, 6, 3, 3)])
 def test_muon_takes_a_kernel_as_the_matrix_of_its_output_channels(program, shape):
-    torch.manual_seed(0)
-    start, gradients = torch.randn(shape), torch.randn(2, *shape)
+    start, *gradients = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
     kernel = nn.Parameter(start.movedim(1, -1).contiguous().movedim(-1, 1))
     matrix = nn.Parameter(start.movedim(1, -1).flatten(1))
     ours, plain = program.Muon([kernel], lr=0.1), torch.optim.Muon([matrix], lr=0.1)
@@ -157,11 +157,10 @@ def test_muon_takes_a_kernel_as_the_matrix_of_its_output_channels(program, shape
 def test_losses_are_what_they_are_called(program, monkeypatch):
     monkeypatch.setattr(program, "autocast", lambda device: contextlib.nullcontext())
     vae, x = reference.small_vae(**CONFIG), reference.video(9, height=16, width=16)
-    with torch.no_grad():
-        found = program.losses(vae, x, np.random.default_rng(3))
-        posterior = vae.encode(x).latent_dist
-        noise = torch.from_numpy(np.random.default_rng(3).standard_normal(posterior.mean.shape, np.float32))
-        y = vae.decode(posterior.mean + posterior.std * noise).sample
+    found = program.losses(vae, x, np.random.default_rng(3))
+    posterior = vae.encode(x).latent_dist
+    noise = torch.from_numpy(np.random.default_rng(3).standard_normal(posterior.mean.shape, np.float32))
+    y = vae.decode(posterior.mean + posterior.std * noise).sample
     want = {
         "l1": nn.functional.l1_loss(y, x),
         "mse": nn.functional.mse_loss(y, x),
@@ -189,10 +188,8 @@ def test_losses_are_what_they_are_called(program, monkeypatch):
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_one_line(run, arguments, words):
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit, match=rf"\A.*{words}.*\Z"):
         run(*FROM_NOTHING, *arguments)
-    assert words in str(left.value)
-    assert "\n" not in str(left.value)
     assert not Path("run").exists()
 
 
@@ -210,8 +207,8 @@ def test_a_run_is_neither_overwritten_nor_resumed_with_other_options(run, capsys
 
 def test_a_folder_gives_its_videos_and_pictures_and_a_range_its_frames(program):
     Image.new("RGB", (32, 24)).save("picture.png")
-    for name, target in {"cycle": ".", "._clip.mp4": "clip.mp4"}.items():
-        Path(name).symlink_to(target)
+    Path("cycle").symlink_to(".")
+    Path("._clip.mp4").symlink_to("clip.mp4")
     assert list(program.files([".", "other.mp4"])) == ["clip.mp4", "picture.png", "other.mp4"]
     assert program.load("picture.png", 9, (16, 16)).shape == (1, 3, 24, 32)
     whole, part = program.load("clip.mp4", 9, (16, 16)), program.load("clip.mp4#3-14", 9, (16, 16))
@@ -225,16 +222,15 @@ def crops(program, source, count=100, frames=9, **options):
 
 def colored(height, width, blues):
     """Return frames whose red is the row, whose green is the column, and whose blue is given, for each."""
-    rows, columns = torch.meshgrid(3 * torch.arange(height), 3 * torch.arange(width), indexing="ij")
-    frames = [torch.stack([rows, columns, torch.full_like(rows, blue)]) for blue in blues]
-    return torch.stack(frames).to(torch.uint8)
+    axes = torch.tensor(blues), 3 * torch.arange(height), 3 * torch.arange(width)
+    blue, red, green = torch.meshgrid(*axes, indexing="ij")
+    return torch.stack([red, green, blue], 1).to(torch.uint8)
 
 
 def test_crops_are_parts_of_the_clip_in_its_order(program):
     batch = (crops(program, colored(40, 60, range(0, 200, 10))) + 1) * 127.5
     assert batch.shape == (100, 3, 9, 16, 24)
-    assert (batch[:, 0].diff(dim=2) > 2.9).all()
-    assert (batch[:, 1].diff(dim=3) > 2.9).all()
+    assert min(batch[:, 0].diff(dim=2).min(), batch[:, 1].diff(dim=3).min()) > 2.9
     assert (batch[:, 2].diff(dim=1) - 10).abs().max() < 0.1
     assert set((batch[:, 2, 0, 0, 0] / 10).round().int().tolist()) == set(range(12))
     scale = batch[:, 0, 0].diff(dim=1).mean((1, 2)) / 3
@@ -251,13 +247,12 @@ def test_a_picture_is_seen_through_a_moving_camera(program):
 def test_augmented_crops_are_cut_reversed_mirrored_and_tinted(program):
     video = torch.full((20, 3, 40, 60), 40, dtype=torch.uint8)
     video[10:, :, :, 30:] = 200
-    plain, augmented = (crops(program, video, augment=augment) for augment in (False, True))
-    rising = [batch.mean((1, 3, 4)).diff(dim=1) for batch in (plain, augmented)]
-    assert rising[0].min() >= -1e-6
-    assert rising[1].min() < -0.1, "reversed in time, or cut to another scene"
-    leftward = [batch[..., 0].mean() - batch[..., -1].mean() for batch in (plain, augmented)]
-    assert leftward[0] < -0.3 < leftward[1]
-    colors = [(batch - batch.mean(1, keepdim=True)).abs().amax((1, 2, 3, 4)) for batch in (plain, augmented)]
-    assert colors[0].max() < 1e-6
-    assert 0.3 < (colors[1] > 0.01).float().mean() < 0.7
-    assert (augmented.abs() <= 1).all()
+    batches = [crops(program, video, augment=augment) for augment in (False, True)]
+    plain, augmented = (batch.mean((1, 3, 4)).diff(dim=1).min() for batch in batches)
+    assert augmented < -0.1 < -1e-6 <= plain, "reversed in time, or cut to another scene"
+    plain, augmented = (batch[..., 0].mean() - batch[..., -1].mean() for batch in batches)
+    assert plain < -0.3 < augmented
+    plain, augmented = ((batch - batch.mean(1, keepdim=True)).abs().amax((1, 2, 3, 4)) for batch in batches)
+    assert plain.max() < 1e-6
+    assert 0.3 < (augmented > 0.01).float().mean() < 0.7
+    assert batches[1].abs().max() <= 1

@@ -20,13 +20,11 @@ pytestmark = pytest.mark.usefixtures("torchax_off")
 
 
 def snapshot(cache: Path, repository: str) -> Path:
-    """Return an empty snapshot of a repository, as huggingface_hub keeps one."""
+    """Return the place of a snapshot of a repository, as huggingface_hub keeps one."""
     kept = cache / f"models--{repository.replace('/', '--')}"
     (kept / "refs").mkdir(parents=True)
     (kept / "refs" / "main").write_text("0" * 40)
-    directory = kept / "snapshots" / ("0" * 40)
-    directory.mkdir(parents=True)
-    return directory
+    return kept / "snapshots" / ("0" * 40)
 
 
 @pytest.fixture
@@ -35,7 +33,7 @@ def home(shallow_directory, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     shutil.copytree(shallow_directory, tmp_path / "vae")
-    shutil.copytree(shallow_directory, snapshot(tmp_path / "cache", BARE), dirs_exist_ok=True)
+    shutil.copytree(shallow_directory, snapshot(tmp_path / "cache", BARE))
     pipeline = snapshot(tmp_path / "cache", PIPELINE)
     shutil.copytree(shallow_directory, pipeline / "vae")
     (pipeline / "model_index.json").write_text(json.dumps({"_class_name": "CogVideoXPipeline"}))

@@ -21,7 +21,7 @@ from cogvideox_torchax.files import video
 from cogvideox_torchax.files.video import VideoError
 from cogvideox_torchax.files.whole import OutputError
 from cogvideox_torchax.vae.pixels import amplified_difference
-from tests.videos import encode, encode_file, moving_frames, read_all, write
+from tests.videos import encode, encode_file, moving_frames, pictures, read_all, write
 
 PICTURE = Image.fromarray(moving_frames(1)[0, :, 0].permute(1, 2, 0).numpy())
 
@@ -473,8 +473,7 @@ def test_what_a_pipeline_returns_is_saved(tmp_path, make, torchax_is_on):
     if torchax_is_on:
         torchax.enable_globally()
     save_video(frames, tmp_path / "frames", fps=np.float32(8))
-    pictures = [np.asarray(Image.open(path), int) for path in sorted((tmp_path / "frames").iterdir())]
-    assert np.abs(np.stack(pictures) - FRAMES[0].permute(1, 2, 3, 0).numpy()).max() <= 1
+    assert np.abs(pictures(tmp_path / "frames") - FRAMES[0].permute(1, 2, 3, 0).numpy()).max() <= 1
 
 
 REFUSED = {

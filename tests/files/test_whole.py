@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import os
 import resource
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -33,19 +32,23 @@ with whole_file(sys.argv[1], directory=directory) as place:
 def writer(path, directory=False):
     """Start a process that has written half of an output and waits for a line."""
     command = [sys.executable, "-c", WRITER, str(path), "yes" if directory else ""]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout.readline() == "writing\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "writing\n"
+            yield process
+        finally:
+            process.kill()
 
 
 def write(path, directory=False):
     with whole_file(path, directory=directory) as place:
         assert not (list(place.iterdir()) if directory else place.read_bytes())
         (place / "1.png" if directory else place).write_text("mine")
+
+
+def write_half(path):
+    path.write_text("half")
+    raise KeyboardInterrupt
 
 
 def listed(directory):
@@ -82,14 +85,8 @@ def test_a_device_or_a_pipe_is_not_replaced(tmp_path):
 @pytest.mark.parametrize("directory", [False, True], ids=["file", "directory"])
 def test_where_the_work_fails_what_was_there_stays(tmp_path, directory):
     (tmp_path / "a").mkdir() if directory else (tmp_path / "a").write_text("before")
-
-    def fail():
-        with whole_file(tmp_path / "a", directory=directory) as place:
-            (place / "1.png" if directory else place).write_text("half")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fail()
+    with pytest.raises(KeyboardInterrupt), whole_file(tmp_path / "a", directory=directory) as place:
+        write_half(place / "1.png" if directory else place)
     assert files_in(tmp_path) == ({} if directory else {"a": "before"})
     assert listed(tmp_path) == ["a"]
 
@@ -98,7 +95,7 @@ def test_where_the_work_fails_what_was_there_stays(tmp_path, directory):
 def test_what_a_killed_writer_left_is_removed_by_the_next_of_the_same_output(tmp_path, name):
     directory = name == "frames"
     with writer(tmp_path / name, directory) as process:
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.wait()
         assert len(listed(tmp_path)) == 2
         write(tmp_path / name, directory)
@@ -122,12 +119,11 @@ def test_a_writer_that_ends_while_the_next_one_opens_its_lock_is_left_alone(
     tmp_path, monkeypatch, another_begins
 ):
     """The next one then locks a file that is gone, or whose name another has made anew."""
-    path, place, real = tmp_path / "a", whole.hidden(tmp_path / "a", whole.LOCK), fcntl.flock
-    other = contextlib.ExitStack()
+    path, real, other = tmp_path / "a", fcntl.flock, contextlib.ExitStack()
 
     def flock(handle, operation):
         monkeypatch.undo()
-        place.unlink()
+        whole.hidden(path, whole.LOCK).unlink()
         if another_begins:
             other.enter_context(whole_file(path)).write_text("other")
         real(handle, operation)
@@ -196,9 +192,8 @@ WRITERS = {
 def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path, name):
     for place in ("whole", "full"):
         (tmp_path / place).mkdir()
-    path = tmp_path / "whole" / name
-    WRITERS[name](path)
-    size = max(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()))
+    WRITERS[name](tmp_path / "whole" / name)
+    size = max(path.stat().st_size for path in (tmp_path / "whole").rglob("*") if path.is_file())
     for room in (0, 1, size // 2, size - 1):
         with files_of_at_most(room), pytest.raises(OSError, match="too large"):
             WRITERS[name](tmp_path / "full" / name)

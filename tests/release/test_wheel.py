@@ -33,8 +33,8 @@ def wheel(tmp_path_factory) -> Path:
 def environment(wheel, tmp_path_factory) -> Path:
     """Return the `bin` of an environment with the wheel, and behind it the packages that it depends on."""
     directory = tmp_path_factory.mktemp("environment")
-    succeeded(sys.executable, "-m", "venv", directory)
     python = directory / "bin" / "python"
+    succeeded(sys.executable, "-m", "venv", directory)
     succeeded(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel)
     site = succeeded(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
     # Only a line that is a directory is searched: what this checkout itself has installed is not.

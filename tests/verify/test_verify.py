@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-import types
+from types import MethodType
 
 import numpy as np
 import pytest
@@ -36,14 +36,13 @@ def test_all_backends_pass_layer_by_layer_and_a_transposed_weight_is_named(small
         for dtype in (torch.float32, torch.bfloat16)
         for name in ("torch", "torchax", "flax")
     ]
-    wanted = [*filter(compare.LAYER_NAME.fullmatch, dict(small_vae.named_modules()))]
+    wanted = {*filter(compare.LAYER_NAME.fullmatch, dict(small_vae.named_modules()))}
     for result in verifier.verify(candidates):
-        assert result.passed, report.verdict(result)
-        assert result.first_bad_layer is None
+        assert (result.passed, result.first_bad_layer) == (True, None), report.verdict(result)
         assert len(result.whole["decode"].psnr) == len(result.whole["decode"].ssim) == 13 + 3
         # In Flax one kernel computes the last norm and convolution, so the norm alone has no result.
         left_out = {"decoder.norm_out"} if result.backend == "flax" else set()
-        assert {layer.name for layer in result.layers} == {*wanted} - left_out
+        assert {layer.name for layer in result.layers} == wanted - left_out
         assert result.layers[0].name == "encoder.conv_in", "in order"
         assert (result.whole["decode"].relative > 1e-4) == (result.dtype == "bfloat16")
     kernel = candidates[2].vae.flax_vae.decoder.up_blocks[1].resnets[1].conv1.conv.kernel
@@ -56,11 +55,7 @@ def test_all_backends_pass_layer_by_layer_and_a_transposed_weight_is_named(small
 def test_a_dropped_cache_fails_and_is_named_with_its_chunk(verifier, small_vae):
     candidate = compare.make_candidate("torchax", torch.float32, small_vae)
     conv = candidate.vae.decoder.mid_block.resnets[1].conv2
-
-    def without_cache(self, inputs, conv_cache=None, **more):
-        return type(self).forward(self, inputs, conv_cache=None, **more)
-
-    conv.forward = types.MethodType(without_cache, conv)
+    conv.forward = MethodType(lambda self, x, conv_cache=None: type(self).forward(self, x), conv)
     (result,) = verifier.verify([candidate])
     bad = result.first_bad_layer
     assert (result.passed, bad.name, bad.chunk) == (False, "decoder.mid_block.resnets.1", 1)
@@ -81,11 +76,9 @@ def test_a_dropped_cache_fails_and_is_named_with_its_chunk(verifier, small_vae):
 )
 def test_a_whole_answer_is_compared_too(verifier, small_vae, spoil, failed, monkeypatch):
     """The layers are right, and what the backend makes of them is not."""
-    run = Backend.run
 
-    def spoiled(self, kind, x):
-        answer = run(self, kind, x)
-        return spoil(answer) if kind == "decode" else answer
+    def spoiled(self, kind, x, run=Backend.run):
+        return spoil(run(self, kind, x)) if kind == "decode" else run(self, kind, x)
 
     monkeypatch.setattr(Backend, "run", spoiled)
     (result,) = verifier.verify([backend("torch").of(small_vae)])
@@ -129,9 +122,7 @@ def test_a_wrong_input_is_one_line(arguments, message, refused, torchax_off):
 def test_a_broken_weight_is_named_and_makes_the_command_exit_with_1(
     model_directory, monkeypatch, capsys, torchax_off
 ):
-    make = compare.make_candidate
-
-    def broken(*args):
+    def broken(*args, make=compare.make_candidate):
         candidate = make(*args)
         torch.nn.init.zeros_(candidate.vae.encoder.conv_in.conv.bias)
         return candidate
@@ -147,25 +138,19 @@ def test_a_backend_that_is_not_installed_says_so(monkeypatch, refused, torchax_o
     assert "the flax backend is not installed" in refused("verify", "--backends", "flax")
 
 
-def clips():
-    rng = np.random.default_rng(0)
+def test_it_is_scikit_images():
+    metrics, rng = pytest.importorskip("skimage.metrics"), np.random.default_rng(0)
     smooth = rng.uniform(0, 255, (1, 3, 2, 6, 8)).repeat(5, 3).repeat(5, 4)
     noisy = smooth + rng.normal(0, 20, smooth.shape)
-    return (torch.from_numpy(clip.clip(0, 255).round().astype(np.uint8)) for clip in (smooth, noisy))
-
-
-def test_it_is_scikit_images():
-    metrics = pytest.importorskip("skimage.metrics")
-    smooth, noisy = clips()
-    planes = [(smooth[0, c, t].numpy(), noisy[0, c, t].numpy()) for c in range(3) for t in range(2)]
+    smooth, noisy = (clip.clip(0, 255).round().astype(np.uint8) for clip in (smooth, noisy))
+    planes = [(smooth[0, c, t], noisy[0, c, t]) for c in range(3) for t in range(2)]
     options = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False, "data_range": 255}
     wanted = [metrics.structural_similarity(*plane, **options) for plane in planes]
-    assert ssim(noisy, smooth) == pytest.approx(np.mean(wanted), abs=1e-6)
+    assert ssim(*map(torch.from_numpy, (noisy, smooth))) == pytest.approx(np.mean(wanted), abs=1e-6)
 
 
 def test_small_pictures_have_smaller_windows_and_flat_ones_the_formulas_value():
-    smooth, _ = clips()
-    small = smooth[..., :5, :7]
+    small = torch.arange(70, dtype=torch.uint8).view(1, 1, 2, 5, 7)
     assert ssim(small, small) == pytest.approx(1)
     flat, c1 = torch.zeros(1, 1, 1, 16, 16), (0.01 * 2) ** 2
     assert ssim(flat + 0.5, flat, 2.0) == pytest.approx(c1 / (0.25 + c1))  # no variance
