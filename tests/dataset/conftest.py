@@ -1,5 +1,6 @@
 """Small clips, two of them bad, and a model that encodes one in a tenth of a second."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,12 +29,10 @@ def small(shallow_directory, tmp_path_factory):
     """Return the clips' and the model's directories, and the latents of each good clip."""
     root = tmp_path_factory.mktemp("clips")
     for number, name in enumerate(GOOD):
-        clip = write_clip(root / "in" / name, shift=9 * number)
-        clip.with_suffix(".txt").write_text(f"{name} — é\n")
+        write_clip(root / "in" / name, 9 * number).with_suffix(".txt").write_text(f"{name} — é\n")
     (root / "in/frame_00000.png").touch()  # a picture is no clip
     (root / "in" / BAD[0]).write_bytes(b"x" * 99)
-    whole = write_clip(root / "in" / BAD[1]).read_bytes()
-    (root / "in" / BAD[1]).write_bytes(whole[: len(whole) // 2])
+    os.truncate(write_clip(root / "in" / BAD[1]), 1000)
     config = ClipConfig(shallow_directory, backend="torch")
     unit = EncodeClip(config)
     with torch.no_grad():

@@ -9,7 +9,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from cogvideox_torchax import cli
 from cogvideox_torchax.dataset import ClipError, EncodeClip, sources
@@ -27,6 +26,11 @@ def failures(directory):
     return {entry["id"]: entry["error"] for entry in map(json.loads, lines)}
 
 
+@pytest.fixture
+def decode(encoded, tmp_path):
+    return ["decode", str(encoded / "latents"), "-o", str(tmp_path / "out"), *OPTIONS]
+
+
 def test_every_good_clip_is_a_file_bit_for_bit_and_every_bad_one_a_line(small, encoded):
     out = encoded / "latents"
     assert {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()} == {
@@ -35,7 +39,7 @@ def test_every_good_clip_is_a_file_bit_for_bit_and_every_bad_one_a_line(small, e
     for name in GOOD:
         latents = latent_files.load(out / f"{name}.safetensors")
         for tensor, value in small.wanted[name].tensors.items():
-            assert torch.equal(latents.tensors[tensor], value)
+            assert latents.tensors[tensor].equal(value)
         assert (latents.about, latents.fps) == (small.wanted[name].about | {"caption": f"{name} — é"}, 10)
     assert sorted(failures(out)) == sorted(BAD)
 
@@ -228,10 +232,9 @@ def test_an_entry_that_cannot_be_is_named_and_the_others_are_encoded(small, tmp_
 # Decoding
 
 
-def test_a_directory_of_latents_becomes_a_directory_of_videos(small, encoded, tmp_path, capsys):
-    arguments = ["decode", str(encoded / "latents"), "-o", str(tmp_path / "out"), *OPTIONS, "--json"]
+def test_a_directory_of_latents_becomes_a_directory_of_videos(decode, tmp_path, capsys):
     for before, clips in ((0, 5), (4, 1)):
-        assert cli.main(arguments) == 0
+        assert cli.main([*decode, "--json"]) == 0
         said = json.loads(capsys.readouterr().out)
         assert (said["done_before"], said["clips"]) == (before, clips)
         assert {name for name in tree(tmp_path / "out") if name.endswith(".mp4")} == set(GOOD)
@@ -248,9 +251,8 @@ def test_an_id_without_a_place_of_its_own_below_the_output_is_bad(tmp_path, monk
     assert set(videos.bad) == set(map(str, files[1:]))
 
 
-def test_another_model_marks_no_latents_bad(encoded, tmp_path, refused):
+def test_another_model_marks_no_latents_bad(decode, tmp_path, refused):
     reference.small_vae(**reference.SHALLOW, norm_num_groups=2).save_pretrained(tmp_path / "vae")
-    decode = ["decode", str(encoded / "latents"), "-o", str(tmp_path / "out"), *OPTIONS]
     assert "no model directory" in refused(*decode, "--model", "./none")
     assert not (tmp_path / "out").exists()
     assert "norm_num_groups" in refused(*decode, "--model", tmp_path / "vae")
@@ -273,9 +275,8 @@ def test_one_id_of_two_files_is_named_and_each_clip_is_one_process_s(encoded, tm
 
 
 def test_videos_of_other_weights_or_rates_are_refused_in_the_same_directory(
-    encoded, other_weights, tmp_path, refused
+    decode, other_weights, tmp_path, refused
 ):
-    decode = ["decode", str(encoded / "latents"), "-o", str(tmp_path / "out"), *OPTIONS]
     assert cli.main(decode) == 0
     for options, differing in (
         (["--fps", "5"], "fps is None there and '5' here"),  # of a directory where nothing is missing

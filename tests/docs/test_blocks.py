@@ -5,10 +5,10 @@ What is replaced for them is in `SMALL`: names of published models by directorie
 """
 
 import ast
-import copy
 import functools
 import importlib
 import json
+import math
 import re
 import runpy
 import subprocess
@@ -17,6 +17,7 @@ import tomllib
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from types import MethodType
 
 import pytest
 import torch
@@ -24,7 +25,6 @@ import torch
 import benchmarks.__main__ as laboratory
 from cogvideox_torchax import cli, port
 from cogvideox_torchax.files import latents as latent_files, video
-from cogvideox_torchax.files.latents import Latents
 from examples import serve, stream_to_browser
 from tests import reference, small_pipelines
 from tests.docs.blocks import PAGES, Block, blocks
@@ -176,7 +176,7 @@ def check(words: list[str], where: str):
 
 @pytest.mark.usefixtures("in_an_empty_directory", "torchax_off")
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_curl_lines_are_answered(small_vae, tmp_path):
+def test_curl_lines_are_answered(native_vae, tmp_path):
     prompts, latents = (block for block in blocks("docs/examples.md") if "curl" in block.text)
     app = serve.make_app(Blank(port(small_pipelines.one_layer())), {"5x8x16": (5, 8, 16)}, tmp_path, 2, 8)
     with served(app) as site:
@@ -189,8 +189,10 @@ def test_curl_lines_are_answered(small_vae, tmp_path):
         assert json.loads(delete(ID=made))["deleted"]
         assert "error" in json.loads(state(ID=made))
     z = reference.latents(3, height=2, width=3)
-    latent_files.save(Latents(z, dict(small_vae.config), "small", Fraction(8), 9), "clip.safetensors")
-    with served(stream_to_browser.make_app(port(copy.deepcopy(small_vae)), queue=1, largest=100_000)) as site:
+    latent_files.save(
+        latent_files.Latents(z, dict(native_vae.config), "small", Fraction(8), 9), "clip.safetensors"
+    )
+    with served(stream_to_browser.make_app(native_vae, queue=1, largest=100_000)) as site:
         upload, watch = (functools.partial(curl, line, site) for line in latents.commands)
         watch(NAME=upload().strip().rpartition("/")[2])
     assert Path("clip.mjpeg").read_bytes().count(b"Content-Type: image/jpeg") == 9
@@ -215,3 +217,64 @@ def test_a_test_that_a_page_names_is_there():
     for page in PAGES:
         for name in re.findall(r"`(test_\w+)`", (ROOT / page).read_text()):
             assert f"\ndef {name}(" in tests, page
+
+
+# Answers of the page of questions: they do on JAX what they do in PyTorch.
+
+
+def frames(pipe, **options):
+    return pipe(**small_pipelines.inputs("text", num_inference_steps=2, **options)).frames
+
+
+def of_both(change, version="5b", **options):
+    """Return frames of a pipeline in PyTorch and of a ported one, both after a change."""
+    pipes = small_pipelines.build(version=version), port(small_pipelines.build(version=version))
+    for pipe in pipes:
+        change(pipe)
+    return [frames(pipe, **options) for pipe in pipes]
+
+
+def riflex():
+    """Return the function of the page."""
+    (block,) = (block for block in blocks("docs/questions.md") if "def riflex" in block.text)
+    namespace: dict[str, object] = {}
+    exec(block.text.partition("pipe._prepare")[0], namespace)
+    return namespace["riflex"]
+
+
+def test_riflex_stretches_the_second_frequency_of_time_alone():
+    pipe = small_pipelines.build()
+    want = pipe._prepare_rotary_positional_embeddings(8, 16, 25, "cpu")
+    angle = torch.arange(25) * (0.9 * 2 * math.pi / 25)
+    for table, stock, wave in zip(
+        riflex()(pipe, 8, 16, 25, "cpu"), want, (torch.cos, torch.sin), strict=True
+    ):
+        table, stock = table.view(25, -1, 16), stock.view(25, -1, 16)
+        torch.testing.assert_close(table[:, :, 2:4], wave(angle)[:, None, None].expand(25, stock.shape[1], 2))
+        assert torch.equal(table[..., :2], stock[..., :2])
+        assert torch.equal(table[..., 4:], stock[..., 4:])
+
+
+@pytest.mark.usefixtures("torchax_off")
+@pytest.mark.slow
+def test_riflex_acts_on_jax_as_in_pytorch():
+    def stretch(pipe):
+        pipe._prepare_rotary_positional_embeddings = MethodType(riflex(), pipe)
+
+    stock, ported = of_both(stretch, num_frames=33)
+    assert reference.largest_error(ported, stock) < 1e-5
+    assert reference.largest_error(frames(small_pipelines.build(), num_frames=33), stock) > 1e-3
+
+
+@pytest.mark.usefixtures("torchax_off")
+@pytest.mark.slow
+def test_a_model_of_1_5_with_swapped_sample_sizes_makes_upright_videos():
+    def swap(pipe):
+        config = pipe.transformer.config
+        pipe.transformer.register_to_config(
+            sample_height=config.sample_width, sample_width=config.sample_height
+        )
+
+    stock, ported = of_both(swap, "1.5", height=16, width=8)
+    assert ported.shape[-2:] == (16, 8)
+    assert reference.largest_error(ported, stock) < 1e-5

@@ -1,6 +1,5 @@
 """The example that trains a pipeline, run for a few steps of few clips."""
 
-import importlib
 import json
 from pathlib import Path
 
@@ -21,7 +20,8 @@ pytestmark = [
 def train(monkeypatch):
     """Return a function that trains for a number of steps, as one command does, and returns the log."""
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "train_pipeline"))
-    program = importlib.import_module("examples.train_pipeline.train")
+    from examples.train_pipeline import train as program
+
     monkeypatch.setattr(program, "CLIPS", 8)
     options = ["--files=1", "--batch=2", "--every=1", "--scenes=1", "--decay=1"]
 

@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors import safe_open
 from safetensors.torch import save, save_file
 
-from cogvideox_torchax.cli import common
 from cogvideox_torchax.files import latents
 from tests.broken import DEEP, JUNK, near
 
@@ -85,7 +84,9 @@ METADATA = near(FIELDS).map(lambda fields: {latents.KEY: json.dumps(fields)}) | 
 
 @pytest.mark.parametrize("examples", [50, pytest.param(500, marks=pytest.mark.slow)])
 def test_a_broken_file_is_one_line(tmp_path, refused, monkeypatch, examples):
-    monkeypatch.setattr(common, "load_vae", Mock(side_effect=ValueError("these latents can be decoded")))
+    monkeypatch.setattr(
+        "cogvideox_torchax.cli.common.load_vae", Mock(side_effect=ValueError("these latents can be decoded"))
+    )
     command = ("decode", tmp_path / "z.safetensors", "-o", tmp_path / "new.mp4")
 
     @settings(

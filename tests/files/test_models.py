@@ -1,8 +1,6 @@
 """Models found: in directories, below "~", and in a cached snapshot of the hub, with no network."""
 
-import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ BARE, PIPELINE = "someone/cogvideox-vae-finetuned", "someone/my-own-video"
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
 
-def snapshot(cache: Path, repository: str) -> Path:
+def snapshot(cache, repository):
     """Return the place of a snapshot of a repository, as huggingface_hub keeps one."""
     kept = cache / f"models--{repository.replace('/', '--')}"
     (kept / "refs").mkdir(parents=True)
@@ -36,7 +34,7 @@ def home(shallow_directory, tmp_path, monkeypatch):
     shutil.copytree(shallow_directory, snapshot(tmp_path / "cache", BARE))
     pipeline = snapshot(tmp_path / "cache", PIPELINE)
     shutil.copytree(shallow_directory, pipeline / "vae")
-    (pipeline / "model_index.json").write_text(json.dumps({"_class_name": "CogVideoXPipeline"}))
+    (pipeline / "model_index.json").write_text('{"_class_name": "CogVideoXPipeline"}')
     return tmp_path
 
 

@@ -96,8 +96,8 @@ SIZE = ("--frames", "5", "--height", "16", "--width", "24")
 def test_the_command_writes_json_and_tables(model_directory, tmp_path, capsys, torchax_off, monkeypatch):
     make = compare.make_candidate
     monkeypatch.setattr(compare, "make_candidate", lambda _, *more: make("torch", *more))  # for Flax too
-    arguments = ["verify", "--model", str(model_directory), "--backends", "torch", "flax", *SIZE]
-    assert cli.main([*arguments, "-o", str(tmp_path / "out"), "--json"]) == 0
+    given = ("--model", str(model_directory), "--backends", "torch", "flax", "-o", str(tmp_path / "out"))
+    assert cli.main(["verify", *given, *SIZE, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((tmp_path / "out" / "verify.json").read_text())
     assert (printed["format"], printed["device"]) == (report.FORMAT, "8 x cpu"), "JAX's device"
@@ -128,8 +128,7 @@ def test_a_broken_weight_is_named_and_makes_the_command_exit_with_1(
         return candidate
 
     monkeypatch.setattr(compare, "make_candidate", broken)
-    arguments = ["verify", "--model", str(model_directory), "--backends", "torch", *SIZE, "--quiet"]
-    assert cli.main(arguments) == 1
+    assert cli.main(["verify", "--model", str(model_directory), "--backends", "torch", *SIZE, "--quiet"]) == 1
     assert "the first layer outside the tolerance is encoder.conv_in, from chunk 0" in capsys.readouterr().out
 
 
