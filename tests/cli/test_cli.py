@@ -22,9 +22,7 @@ from cogvideox_torchax.arrays.compile_cache import COMPILE_CACHE_VARIABLE, devic
 from cogvideox_torchax.cli import common, doctor
 from cogvideox_torchax.files import latents, video
 from cogvideox_torchax.vae.tolerances import psnr
-from tests import reference
-from tests.fixtures import torchax_disabled
-from tests.processes import printed_by, run_python
+from tests import fixtures, processes, reference
 from tests.videos import encode_file, moving_frames, read_all, write
 
 pytestmark = pytest.mark.usefixtures("torchax_off", "in_an_empty_directory")
@@ -42,7 +40,7 @@ def encoded(small_vae, tmp_path_factory):
     directory = tmp_path_factory.mktemp("encoded")
     small_vae.save_pretrained(directory / "vae")
     write(directory / "clip.mp4", moving_frames(9))
-    with contextlib.chdir(directory), torchax_disabled():
+    with contextlib.chdir(directory), fixtures.torchax_disabled():
         assert run(*ENCODE[:3], "z.safetensors", *ENCODE[4:], "--backend", "torch") == 0
     return directory
 
@@ -160,7 +158,7 @@ def test_doctor_names_devices_and_versions(capsys, monkeypatch):
     assert result == result | {
         **{name: versions.installed(name) for name in (*doctor.CORE, "pyarrow")},
         "torchax works": "yes",
-        "compile cache": os.environ[COMPILE_CACHE_VARIABLE],
+        "compile cache": os.environ[runtime.COMPILE_CACHE_VARIABLE],
     }
     assert result["devices"].startswith("cpu:0")
     assert not any("is tested" in line for line in result["advice"])
@@ -183,7 +181,7 @@ def test_doctor_names_an_untested_version_and_what_is_optional_and_how_to_instal
 
 
 def test_doctor_works_where_jax_does_not():
-    ended = run_python(
+    ended = processes.run_python(
         "import sys; sys.modules['jax'] = None; from cogvideox_torchax import cli; "
         "sys.exit(cli.main(['doctor']))"
     )
@@ -198,7 +196,9 @@ def test_doctor_names_the_pair_that_works(error, capsys, monkeypatch):
             raise error("'_OpNamespace' 'aten' object has no attribute '_to_copy'")
         return real(name, *rest)
 
-    monkeypatch.setattr(device, "_ready_torchax", device._imported_torchax)  # its result is not kept
+    monkeypatch.setattr(
+        runtime.device, "_ready_torchax", runtime.device._imported_torchax
+    )  # its result is not kept
     monkeypatch.setattr("builtins.__import__", broken_import)
     assert run("doctor") == 1
     pair = " ".join(f"{name}=={versions.TESTED[name].newest}" for name in ("torchax", "torch"))
@@ -475,7 +475,7 @@ WRONG_ARGUMENTS = {
 @pytest.fixture(scope="module")
 def refusals():
     """Return what each command line of `WRONG_ARGUMENTS` ends with, in a process that cannot import torch."""
-    printed = printed_by(
+    printed = processes.printed_by(
         "import contextlib, io, json, sys\n"
         "sys.modules['torch'] = sys.modules['jax'] = None\n"
         "from cogvideox_torchax import cli\n"
@@ -588,11 +588,11 @@ def programs_in(cache: Path) -> set[str]:
 
 
 def test_compiling_for_nothing_is_refused(restored_cache, monkeypatch, capsys, refused):
-    monkeypatch.setenv(COMPILE_CACHE_VARIABLE, "off")
+    monkeypatch.setenv(runtime.COMPILE_CACHE_VARIABLE, "off")
     jax.config.update("jax_compilation_cache_dir", None)
     assert "--backend torch has no compile cache" in refused("compile", "9x24x40", "--backend", "torch")
     assert "not with flax" in refused("compile", "9x24x40", "--pipeline", "--backend", "flax")
-    assert f"the compile cache is off: set {COMPILE_CACHE_VARIABLE}" in refused("compile", "9x24x40")
+    assert f"the compile cache is off: set {runtime.COMPILE_CACHE_VARIABLE}" in refused("compile", "9x24x40")
     assert report(capsys, "doctor")["compile cache"] == "off"
 
 

@@ -18,12 +18,10 @@ from torch.nn.functional import avg_pool2d
 from cogvideox_torchax import cli, make_mesh, port
 from cogvideox_torchax.cli import common, devices, generation, preview, prompts
 from cogvideox_torchax.files import latents
-from cogvideox_torchax.pipelines import description, loading
-from cogvideox_torchax.pipelines.transformer import CogVideoXTransformer3DModel
+from cogvideox_torchax.pipelines import description, loading, transformer
 from cogvideox_torchax.vae.directions import DECODE
-from tests import small_pipelines
+from tests import processes, small_pipelines
 from tests.files.test_latents import MADE
-from tests.processes import run_python
 from tests.videos import moving_frames, pictures, read_all, write
 
 pytestmark = pytest.mark.usefixtures("torchax_off", "in_an_empty_directory", "inputs")
@@ -138,9 +136,8 @@ def test_without_guidance_all_devices_share_one_pass(models, more, mesh):
 @pytest.fixture
 def steps():
     """Return a mock that counts the steps of denoising."""
-    with patch.object(
-        CogVideoXTransformer3DModel, "forward", autospec=True, side_effect=CogVideoXTransformer3DModel.forward
-    ) as made:
+    model = transformer.CogVideoXTransformer3DModel
+    with patch.object(model, "forward", autospec=True, side_effect=model.forward) as made:
         yield made
 
 
@@ -447,7 +444,7 @@ sys.exit(cli.main(sys.argv[1:]))
 def test_two_actors_on_ray_one_of_them_killed_make_the_videos_of_one_process(models):
     Path("prompts.jsonl").write_text("\n".join((*LINES, '{"prompt": ""}')))
     command = many(str(Path(models("text")).absolute()), "--json")
-    ended = run_python(ON_RAY, *command, "--ray", "--actors", "2")
+    ended = processes.run_python(ON_RAY, *command, "--ray", "--actors", "2")
     assert ended.returncode == 1, ended.stderr[-3000:]
     assert "bad: line 5" in ended.stderr
     report = json.loads(ended.stdout)  # and nothing else, whatever Ray prints
@@ -572,8 +569,8 @@ def test_a_wrong_list_is_one_line_before_anything_is_made(models, more, words, r
 
 
 def save_model(seed):
-    transformer = small_pipelines.transformer("5b", seed, num_layers=1)
-    small_pipelines.one_layer(transformer=transformer).save_pretrained("m1")
+    network = small_pipelines.transformer("5b", seed, num_layers=1)
+    small_pipelines.one_layer(transformer=network).save_pretrained("m1")
 
 
 @patch.object(prompts.PromptDirectory, "work", lambda *_: iter(()))

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests import small_pipelines
-from tests.processes import ROOT
-from tests.reference import compilations
+from tests import processes, reference, small_pipelines
 
 
 @pytest.fixture(scope="module")
 def nodes():
-    spec = importlib.util.spec_from_file_location("custom_nodes_cogvideox", ROOT / "comfyui" / "__init__.py")
+    spec = importlib.util.spec_from_file_location(
+        "custom_nodes_cogvideox", processes.ROOT / "comfyui" / "__init__.py"
+    )
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -157,7 +157,7 @@ def test_a_prompt_becomes_the_frames_that_diffusers_makes_of_it(nodes, bar, load
 def test_another_prompt_and_seed_of_the_same_size_compile_nothing(nodes, loaded):
     pipeline, vae = loaded()
     for other in {}, {"prompt": "the sea is calm", "seed": 2**64 - 1, "steps": 3, "cfg": 4.0}:
-        with compilations() as counted:
+        with reference.compilations() as counted:
             run(nodes, "Decode", vae=vae, samples={"samples": sample(nodes, pipeline, **other)})
     assert counted == []
 
@@ -209,7 +209,7 @@ def test_the_scheduler_of_the_menu_samples_as_in_diffusers(nodes, loaded):
 )
 def test_what_a_model_cannot_sample_is_refused_in_one_line(nodes, loaded, kind, version, given, message):
     pipeline, _ = loaded(kind, version)
-    with compilations() as counted, pytest.raises(ValueError, match=rf"\A.*{message}.*\Z"):
+    with reference.compilations() as counted, pytest.raises(ValueError, match=rf"\A.*{message}.*\Z"):
         sample(nodes, pipeline, **given)
     assert counted == []
 
@@ -271,7 +271,7 @@ def test_every_node_of_a_workflow_exists_and_every_link_joins_one_type(nodes, na
         ]
         linked = {name: value[0] for name, value in given.items() if value not in widgets[key]}
         known[key] = (linked, list(kind.RETURN_TYPES))
-    workflow = json.loads((ROOT / "comfyui" / "example_workflows" / f"{name}.json").read_text())
+    workflow = json.loads((processes.ROOT / "comfyui" / "example_workflows" / f"{name}.json").read_text())
     by_id = {node["id"]: node for node in workflow["nodes"]}
     for node in by_id.values():
         inputs, outputs = known[node["type"]]

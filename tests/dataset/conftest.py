@@ -10,8 +10,7 @@ import torch
 from cogvideox_torchax import cli
 from cogvideox_torchax.dataset import Clip, ClipConfig, EncodeClip
 from cogvideox_torchax.files import kinds
-from tests import reference
-from tests.videos import moving_frames, write
+from tests import reference, videos
 
 GOOD = ["a.mp4", "b.mp4", "sub/c.mp4", "sub/d.mp4", "z.mp4"]
 BAD = ["no_video.mp4", "sub/truncated.mp4"]
@@ -20,7 +19,7 @@ OPTIONS = ("--backend", "torch", "--quiet")
 
 def write_clip(path, shift=0, frames=9, height=16, width=24, rate=10):
     path.parent.mkdir(parents=True, exist_ok=True)
-    write(path, moving_frames(frames, height, width) + shift, rate)  # bytes, which wrap around
+    videos.write(path, videos.moving_frames(frames, height, width) + shift, rate)  # bytes, which wrap around
     return path
 
 

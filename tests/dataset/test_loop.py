@@ -8,8 +8,7 @@ from unittest.mock import Mock, patch
 import pytest
 
 from cogvideox_torchax.dataset import loop
-from cogvideox_torchax.files import video
-from cogvideox_torchax.files.whole import OutputError
+from cogvideox_torchax.files import video, whole
 from tests.dataset.conftest import BAD, command, encode, tree
 from tests.processes import run_python
 
@@ -62,7 +61,7 @@ def test_the_frames_of_a_clip_are_freed_once_they_are_encoded():
         (ValueError("bad"), True),
         (ValueError(), True),
         (RuntimeError("a broken program"), False),
-        (OutputError("not writable"), False),
+        (whole.OutputError("not writable"), False),
     ],
     ids=repr,
 )
@@ -80,7 +79,7 @@ def test_an_error_of_one_clip_is_its_own_and_one_of_the_program_ends_the_loop(er
         assert [step.error is None for step in loop.work(**given)] == [True, False, True]
         assert [made.args[0] for made in write.call_args_list] == [0, 2]
         refuse.assert_called_once_with(1, str(error) or words)
-    elif (half, type(error)) != ("read", OutputError):
+    elif (half, type(error)) != ("read", whole.OutputError):
         with pytest.raises(type(error)):
             list(loop.work(**given))
 
@@ -146,7 +145,7 @@ def test_an_actor_measures_its_work_refuses_a_clip_that_cannot_be_read_and_ends_
     done = actor({**row, "path": str(tmp_path / "b.safetensors")})
     assert min(done["waited"], done["computed"]) > 0
     with (
-        patch.object(engine, "save", side_effect=OutputError("not writable")),
-        pytest.raises(OutputError, match="not writable"),
+        patch.object(engine, "save", side_effect=whole.OutputError("not writable")),
+        pytest.raises(whole.OutputError, match="not writable"),
     ):
         actor(row)

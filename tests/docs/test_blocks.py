@@ -26,11 +26,10 @@ import benchmarks.__main__ as laboratory
 from cogvideox_torchax import cli, port
 from cogvideox_torchax.files import latents as latent_files, video
 from examples import serve, stream_to_browser
-from tests import reference, small_pipelines
+from tests import reference, small_pipelines, videos
 from tests.docs.blocks import PAGES, Block, blocks
 from tests.examples.test_servers import Blank, served
 from tests.processes import ROOT
-from tests.videos import write
 
 RUN = {page: [block for block in blocks(page) if block.reason is None] for page in PAGES}
 RUN = {page: found for page, found in RUN.items() if any(b.language in ("python", "bash") for b in found)}
@@ -84,7 +83,7 @@ def as_a_reader(tmp_path, in_an_empty_directory):
     frames = torch.randint(0, 256, (1, 3, 5, 16, 24), dtype=torch.uint8)
     (tmp_path / "clips").mkdir()
     for name in ("clip.mp4", "my.mp4", "walk.mp4", "clips/cat.mp4"):
-        write(name, frames, 8)
+        videos.write(name, frames, 8)
     small_pipelines.picture().save("cat.png")
     return tmp_path
 

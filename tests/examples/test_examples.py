@@ -17,12 +17,11 @@ import pytest
 from cogvideox_torchax import cli
 from cogvideox_torchax.files import video
 from cogvideox_torchax.pipelines import description
-from tests import small_pipelines
+from tests import processes, small_pipelines
 from tests.dataset.conftest import write_clip
-from tests.processes import ROOT
 from tests.videos import pictures, read_all
 
-EXAMPLES = ROOT / "examples"
+EXAMPLES = processes.ROOT / "examples"
 
 pytestmark = pytest.mark.usefixtures("torchax_off", "in_an_empty_directory")
 

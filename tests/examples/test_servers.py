@@ -23,8 +23,7 @@ from PIL import Image
 from cogvideox_torchax import port, save_video
 from cogvideox_torchax.files import latents as latent_files, video as video_files
 from examples import serve, stream_to_browser
-from tests import small_pipelines
-from tests.reference import compilations, latents as made_up_latents
+from tests import reference, small_pipelines
 
 
 @contextlib.contextmanager
@@ -172,7 +171,7 @@ def test_one_video_is_generated_at_a_time_and_tells_its_steps(client, gated, pip
 def test_no_request_compiles_anything(client):
     # Tests of other files, which run in between, clear JAX's caches.
     wait(client, ask(client, "warm", steps=2), status="completed")
-    with compilations() as compiled:
+    with reference.compilations() as compiled:
         wait(client, ask(client, "another prompt", steps=4, seed=1), status="completed")
     assert compiled == []
 
@@ -593,7 +592,7 @@ def write_latents(native_vae, tmp_path):
 @pytest.fixture
 def upload(write_latents):
     """Return the path of a latent file of five latent frames, 17 frames of 8 x 12."""
-    return write_latents(made_up_latents(5, height=2, width=3))
+    return write_latents(reference.latents(5, height=2, width=3))
 
 
 def next_frame(answer):
@@ -622,7 +621,7 @@ def test_a_frame_is_there_before_the_next_chunk_is_decoded(site, go, upload, nat
     assert site.get(where).status_code == 404, "a video is watched once"
 
 
-Z = made_up_latents(1, height=2, width=3)
+Z = reference.latents(1, height=2, width=3)
 
 
 @pytest.mark.parametrize(

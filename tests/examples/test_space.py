@@ -9,10 +9,9 @@ from huggingface_hub import ModelCard, SpaceCard
 from benchmarks.pages import TINY_PIPELINE
 from cogvideox_torchax import port
 from cogvideox_torchax.files import video
-from tests import small_pipelines
-from tests.processes import ROOT
+from tests import processes, small_pipelines
 
-SPACE = ROOT / "space"
+SPACE = processes.ROOT / "space"
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
@@ -73,7 +72,9 @@ def test_the_hub_reads_the_cards():
     found = (card.data.library_name, card.data.pipeline_tag, card.data.license)
     assert found == ("diffusers", "text-to-video", "apache-2.0")
     for picture in re.findall(r"!\[.*\]\((.*)\)", card.text):
-        assert (TINY_PIPELINE / picture).read_bytes() == (ROOT / "docs/images/tiny-pipeline.png").read_bytes()
+        assert (TINY_PIPELINE / picture).read_bytes() == (
+            processes.ROOT / "docs/images/tiny-pipeline.png"
+        ).read_bytes()
     assert (data.sdk, data.license) == ("gradio", "apache-2.0")
     assert (SPACE / data.app_file).is_file()
     assert len(data.short_description) <= 60, "the hub's limit"

@@ -13,8 +13,7 @@ from diffusers import AutoencoderKLCogVideoX
 from PIL import Image
 from torch import nn
 
-from tests import reference
-from tests.processes import ROOT
+from tests import processes, reference
 from tests.videos import moving_frames, write
 
 CONFIG = {
@@ -38,7 +37,7 @@ def material(in_an_empty_directory):
 @pytest.fixture
 def program(monkeypatch):
     """Return the program's module, which takes its clips from the module `clips` beside it."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples" / "train_vae"))
+    monkeypatch.syspath_prepend(str(processes.ROOT / "examples" / "train_vae"))
     return importlib.import_module("train")
 
 

@@ -15,8 +15,7 @@ from diffusers.video_processor import VideoProcessor
 from PIL import Image, ImageSequence
 
 from cogvideox_torchax import runtime, save_video
-from cogvideox_torchax.files import video
-from cogvideox_torchax.files.whole import OutputError
+from cogvideox_torchax.files import video, whole as whole_files
 from cogvideox_torchax.vae.pixels import amplified_difference
 from tests.videos import encode, encode_file, moving_frames, pictures, read_all, write
 
@@ -160,7 +159,7 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path, monkeypatch, name, 
     (tmp_path / "full/x").touch()
     monkeypatch.chdir(tmp_path / "here")
     (tmp_path / "file").touch()
-    with pytest.raises(OutputError, match=words), video.writing(tmp_path / name, fps):
+    with pytest.raises(whole_files.OutputError, match=words), video.writing(tmp_path / name, fps):
         pass
     assert {path.name for path in tmp_path.iterdir()} == {"taken.mp4", "full", "here", "file"}
 

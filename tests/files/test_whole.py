@@ -13,7 +13,6 @@ import pytest
 
 from cogvideox_torchax.dataset import packing
 from cogvideox_torchax.files import latents, reports, whole
-from cogvideox_torchax.files.whole import OutputError, whole_file
 from tests import videos
 from tests.files.test_latents import MADE
 
@@ -41,7 +40,7 @@ def writer(path, directory=False):
 
 
 def write(path, directory=False):
-    with whole_file(path, directory=directory) as place:
+    with whole.whole_file(path, directory=directory) as place:
         assert not (list(place.iterdir()) if directory else place.read_bytes())
         (place / "1.png" if directory else place).write_text("mine")
 
@@ -78,14 +77,14 @@ def test_what_a_link_leads_to_is_written_and_the_link_stays(tmp_path):
 def test_a_device_or_a_pipe_is_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path(os.devnull)):
-        with pytest.raises(OutputError, match="a device or a pipe"):
+        with pytest.raises(whole.OutputError, match="a device or a pipe"):
             write(path)
 
 
 @pytest.mark.parametrize("directory", [False, True], ids=["file", "directory"])
 def test_where_the_work_fails_what_was_there_stays(tmp_path, directory):
     (tmp_path / "a").mkdir() if directory else (tmp_path / "a").write_text("before")
-    with pytest.raises(KeyboardInterrupt), whole_file(tmp_path / "a", directory=directory) as place:
+    with pytest.raises(KeyboardInterrupt), whole.whole_file(tmp_path / "a", directory=directory) as place:
         write_half(place / "1.png" if directory else place)
     assert files_in(tmp_path) == ({} if directory else {"a": "before"})
     assert listed(tmp_path) == ["a"]
@@ -106,7 +105,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_of_the_same_output(tmp
 @pytest.mark.parametrize("directory", [False, True], ids=["file", "directory"])
 def test_a_second_writer_is_refused_and_the_first_is_left_alone(tmp_path, directory):
     with writer(tmp_path / "a", directory) as process:
-        with pytest.raises(OutputError, match="another run is writing it"):
+        with pytest.raises(whole.OutputError, match="another run is writing it"):
             write(tmp_path / "a", directory)
         write(tmp_path / "b")
         process.communicate("go on\n", timeout=60)
@@ -125,13 +124,13 @@ def test_a_writer_that_ends_while_the_next_one_opens_its_lock_is_left_alone(
         monkeypatch.undo()
         whole.hidden(path, whole.LOCK).unlink()
         if another_begins:
-            other.enter_context(whole_file(path)).write_text("other")
+            other.enter_context(whole.whole_file(path)).write_text("other")
         real(handle, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with (
         other,
-        pytest.raises(OutputError, match="run") if another_begins else contextlib.nullcontext(),
+        pytest.raises(whole.OutputError, match="run") if another_begins else contextlib.nullcontext(),
     ):
         write(path)
     assert files_in(tmp_path) == {"a": "other" if another_begins else "mine"}
@@ -142,7 +141,7 @@ def test_what_was_written_is_on_the_disk_before_its_name(tmp_path, monkeypatch, 
     done, names = [], {}  # names by inode
     monkeypatch.setattr(whole.os, "fsync", lambda handle: done.append(names.get(os.fstat(handle).st_ino)))
     monkeypatch.setattr(whole.os, "replace", lambda a, b, real=os.replace: (done.append("named"), real(a, b)))
-    with whole_file(tmp_path / "a", directory=directory) as place:
+    with whole.whole_file(tmp_path / "a", directory=directory) as place:
         names[place.stat().st_ino] = "output"
         if directory:
             (place / "1.png").touch()

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cogvideox_torchax import cli
-from cogvideox_torchax.backends import Backend, backend
+from cogvideox_torchax import backends, cli
 from cogvideox_torchax.vae.tolerances import psnr, ssim
 from cogvideox_torchax.verify import compare, report
 from tests import reference
@@ -77,11 +76,11 @@ def test_a_dropped_cache_fails_and_is_named_with_its_chunk(verifier, small_vae):
 def test_a_whole_answer_is_compared_too(verifier, small_vae, spoil, failed, monkeypatch):
     """The layers are right, and what the backend makes of them is not."""
 
-    def spoiled(self, kind, x, run=Backend.run):
+    def spoiled(self, kind, x, run=backends.Backend.run):
         return spoil(run(self, kind, x)) if kind == "decode" else run(self, kind, x)
 
-    monkeypatch.setattr(Backend, "run", spoiled)
-    (result,) = verifier.verify([backend("torch").of(small_vae)])
+    monkeypatch.setattr(backends.Backend, "run", spoiled)
+    (result,) = verifier.verify([backends.backend("torch").of(small_vae)])
     assert (result.first_bad_layer, failed_of(result)) == (None, failed)
     assert json.loads(json.dumps(report.as_json([result], {}), allow_nan=False))["passed"] == (not failed)
 
