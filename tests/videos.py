@@ -31,11 +31,17 @@ def encode_file(path, *given, format=None, **options):
 
 def encode(container, frames, codec="libx264", rate=10, times=None, pixel=1, **options):
     """Encode frames into an open container by PyAV alone, at times of their own in milliseconds if given."""
-    equal = {"mbtree": "0"} if codec == "libx264" else {}  # with which equal frames give equal packets
-    stream = container.add_stream(codec, rate=rate, options=options | equal)
-    stream.height, stream.width, stream.pix_fmt = *frames.shape[3:], "yuv420p"
-    stream.disposition = av.stream.Disposition.default
-    stream.codec_context.sample_aspect_ratio = Fraction(pixel)
+    stream = container.add_stream(
+        codec,
+        rate=rate,
+        height=frames.shape[3],
+        width=frames.shape[4],
+        pix_fmt="yuv420p",
+        disposition=av.stream.Disposition.default,
+        sample_aspect_ratio=Fraction(pixel),
+        # Without trees of macroblocks, equal frames give equal packets.
+        options=options | ({"mbtree": "0"} if codec == "libx264" else {}),
+    )
     if times:
         stream.codec_context.time_base = Fraction(1, 1000)
     for number, pixels in enumerate(frames[0].permute(1, 2, 3, 0).contiguous().numpy()):

@@ -621,13 +621,12 @@ def test_the_stages_of_many_prompts_are_gone_on_from(models, steps):
 
 
 def test_a_line_is_taken_as_pandas_writes_it_and_comments_are_no_prompts(models):
-    lines = [
-        *("# a", " // b", ";c"),
-        '{"prompt": "a", "seed": 42.0, "negative_prompt": null, "id": null, "guidance_scale": 3}',
-        '{"prompt": "b", "num_inference_steps": 3.0}',
-        '{"prompt": "c", "num_inference_steps": 4}',
-    ]
-    Path("prompts.JSONL").write_text("\n".join(lines))
+    Path("prompts.JSONL").write_text(
+        "# a\n // b\n;c\n"
+        '{"prompt": "a", "seed": 42.0, "negative_prompt": null, "id": null, "guidance_scale": 3}\n'
+        '{"prompt": "b", "num_inference_steps": 3.0}\n'
+        '{"prompt": "c", "num_inference_steps": 4}'
+    )
     with patch.object(prompts.PromptDirectory, "work", autospec=True, return_value=iter(())) as work:
         assert cli.main(many(models("text"), "--prompts", "prompts.JSONL")) == 0
     made = work.call_args.args[0].missing.values()

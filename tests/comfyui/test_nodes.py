@@ -104,11 +104,6 @@ def test_tiling_leaves_the_vae_that_other_nodes_hold_whole(nodes, native_vae):
     assert next(tiled.parameters()) is next(native_vae.parameters())
 
 
-SIZE = {
-    "num_frames": small_pipelines.FRAMES,
-    "height": small_pipelines.HEIGHT,
-    "width": small_pipelines.WIDTH,
-}
 IMAGE = torch.from_numpy(np.array(small_pipelines.picture()))[None] / 255
 BELOW_BLACK = torch.where(IMAGE == 0, -0.1, IMAGE)
 """The image as a node that resizes may leave it: some values are outside of [0, 1]."""
@@ -127,8 +122,10 @@ def loaded(nodes, saved):
 
 def sample(nodes, pipeline, **given):
     """Run the sampler; return its latents (N, C, T, H, W)."""
-    defaults = {
-        **SIZE,
+    options = {
+        "num_frames": small_pipelines.FRAMES,
+        "height": small_pipelines.HEIGHT,
+        "width": small_pipelines.WIDTH,
         "prompt": "a panda plays a guitar",
         "negative_prompt": "the sea",
         "steps": 4,
@@ -136,7 +133,7 @@ def sample(nodes, pipeline, **given):
         "scheduler": "of the model",
         "seed": 0,
     }
-    return run(nodes, "Sample", pipeline=pipeline, **{**defaults, **given})["samples"]
+    return run(nodes, "Sample", pipeline=pipeline, **(options | given))["samples"]
 
 
 @pytest.mark.usefixtures("torchax_off")

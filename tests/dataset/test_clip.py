@@ -112,7 +112,7 @@ def test_windows_are_the_frames_in_order_and_each_has_a_sample_of_its_own(small,
     unit = EncodeClip(replace(small.config, windows=True, frames=9, keep="both"))
     for ahead in (2**30, 1000):  # read ahead, or while it is encoded
         monkeypatch.setattr("cogvideox_torchax.dataset.clip.AHEAD_BYTES", ahead)
-        windows = list(unit.read(Clip("long", path)).windows())
+        windows = unit.read(Clip("long", path)).windows()
         assert torch.equal(torch.cat([window.frames for window in windows], dim=2), read_all(path, count=18))
     one, two = unit.encode_all(unit.read(Clip("long", path)))
     assert (one.about["id"], two.about["id"], two.about["first_frame"]) == ("long/00000", "long/00001", 9)
@@ -139,8 +139,8 @@ def test_a_setting_of_another_type_is_refused_by_its_name(options, words):
 
 
 def test_a_clip_is_resampled_by_the_times_of_its_frames(small, tmp_path):
-    times = [0, 100, 200, 250, 300, 700, 800]  # in milliseconds: the rate varies
-    encode_file(tmp_path / "a.mkv", moving_frames(7, 16, 24), "ffv1", times=times)
+    # Times in milliseconds: the rate varies.
+    encode_file(tmp_path / "a.mkv", moving_frames(7, 16, 24), "ffv1", times=[0, 100, 200, 250, 300, 700, 800])
     whole = read_all(tmp_path / "a.mkv")
     for fps, wanted in (("10", [0, 1, 2, 4, 4, 4, 5, 5, 6]), ("5", [0, 2, 4, 5, 6]), ("5/2", [0, 4, 6])):
         found = EncodeClip(replace(small.config, fps=fps)).read(Clip("a", tmp_path / "a.mkv"))

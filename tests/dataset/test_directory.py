@@ -20,6 +20,12 @@ from tests.dataset.conftest import BAD, GOOD, OPTIONS, command, encode, tree, wr
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
 
+def listing(directory, *entries):
+    """Write a list of clips; return its path."""
+    (directory / "clips.jsonl").write_text("\n".join(map(json.dumps, entries)))
+    return directory / "clips.jsonl"
+
+
 def failures(directory):
     """Return, by id, why clips of a directory have failed."""
     lines = (directory / "failed.jsonl").read_text().splitlines()
@@ -129,12 +135,11 @@ def test_what_is_dropped_or_resampled_is_in_the_latents(small, tmp_path):
 
 
 def test_a_list_gives_captions_sizes_and_ids(small, tmp_path):
-    lines = [
+    lines = (
         {"path": str(small.clips / "a.mp4"), "caption": "One.", "frames": 5},
         {"path": str(small.clips / "b.mp4"), "id": "other", "height": 8, "width": 8},
-    ]
-    (tmp_path / "clips.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert encode(small, tmp_path / "out", clips=tmp_path / "clips.jsonl") == 0
+    )
+    assert encode(small, tmp_path / "out", clips=listing(tmp_path, *lines)) == 0
     one, other = (latent_files.load(tmp_path / f"out/{name}.safetensors") for name in ("a.mp4", "other"))
     assert (one.about["caption"], one.num_frames, other.tensor.shape[-2:]) == ("One.", 5, (2, 2))
 
@@ -196,12 +201,11 @@ def test_a_text_in_utf_8_gives_ids_and_captions(tmp_path, name, text, wanted):
 
 
 def test_linked_folders_are_followed_once_and_hidden_and_discarded_files_are_left_out(tmp_path):
-    taken = ["in/a.mp4", "in/b.FLV", "in/sub/c.mp4", "other/d.m2ts", "in/.own/e.safetensors"]
+    given = ["in/a.mp4", "in/b.FLV", "in/sub/c.mp4", "other/d.m2ts", "in/.own/e.safetensors", "in/still.webp"]
     discarded = [".a.partial/x", "._a.mp4", ".Trash-1000/x.mp4", ".ipynb_checkpoints/a.mp4", "__MACOSX/x.mp4"]
-    for name in (*taken, *(f"in/{name}{end}" for name in discarded for end in ("", ".safetensors"))):
+    for name in (*given, *(f"in/{name}{end}" for name in discarded for end in ("", ".safetensors"))):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    (tmp_path / "in/still.webp").touch()
     for link in ("again other", "copy in/sub", "cycle in", ".linked other", "gone nothing"):
         (tmp_path / "in" / link.split()[0]).symlink_to(tmp_path / link.split()[1])
     found = [clip.id for clip in sources.clips(tmp_path / "in", pytest.fail)]
@@ -219,9 +223,8 @@ def test_an_entry_that_cannot_be_is_named_and_the_others_are_encoded(small, tmp_
     }
     entries = {"a": {}, **bad, "z": {}}.items()
     lines = [{"path": str(small.clips / "a.mp4"), "id": name, **given} for name, given in entries]
-    (tmp_path / "clips.jsonl").write_text("\n".join(map(json.dumps, lines)))
     for _ in range(2):
-        assert encode(small, tmp_path / "out", clips=tmp_path / "clips.jsonl") == 1
+        assert encode(small, tmp_path / "out", clips=listing(tmp_path, *lines)) == 1
         assert "bad clips left out: 4;" in capsys.readouterr().err
     assert failures(tmp_path / "out").keys() == bad.keys()
     assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_file()) == [
@@ -309,8 +312,7 @@ def test_latents_and_their_videos_may_share_a_directory_and_other_videos_are_not
 def test_an_output_that_cannot_be_written_is_a_line(small, tmp_path, refused):
     (tmp_path / "file").write_text("a file")
     assert "cannot write into" in refused(*command(small, tmp_path / "file"))
-    clips = tmp_path / "clips.jsonl"
-    clips.write_text(json.dumps({"path": str(small.clips / "a.mp4"), "id": "x" * 250}))
+    clips = listing(tmp_path, {"path": str(small.clips / "a.mp4"), "id": "x" * 250})
     assert "File name too long" in refused(*command(small, tmp_path / "out", clips=clips))
 
 

@@ -47,8 +47,8 @@ def test_the_frames_of_a_clip_are_freed_once_they_are_encoded():
         alive[job] = frames = {job}
         return frames
 
-    for step in loop.work(range(2), read, lambda frames: "latents", Mock(), Mock(), readers=1):
-        assert step.job not in alive
+    steps = loop.work(range(2), read, lambda frames: "latents", Mock(), Mock(), readers=1)
+    assert [step.job in alive for step in steps] == [False, False]
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,8 @@ def blocks(page: str) -> list[Block]:
         line = text.count("\n", 0, match.start()) + 1
         if match["indented"] is None:
             found.append(Block(page, line, match["language"], match["text"], match["reason"]))
-            continue
-        body = re.sub(r"^ {4}", "", match["indented"], flags=re.MULTILINE)
-        first = body.split()[1] if "=" in body.split()[0] else body.split()[0]
-        found.append(Block(page, line, "commands" if first in COMMANDS else "text", body, "indented"))
+        else:
+            body = re.sub(r"^ {4}", "", match["indented"], flags=re.MULTILINE)
+            first = body.split()[1] if "=" in body.split()[0] else body.split()[0]
+            found.append(Block(page, line, "commands" if first in COMMANDS else "text", body, "indented"))
     return found

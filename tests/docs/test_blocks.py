@@ -80,10 +80,9 @@ def models(tmp_path_factory, small_vae):
 @pytest.fixture
 def as_a_reader(tmp_path, in_an_empty_directory):
     """Enter a directory with a clip and a picture, with diffusers as it is when a script begins."""
-    frames = torch.randint(0, 256, (1, 3, 5, 16, 24), dtype=torch.uint8)
     (tmp_path / "clips").mkdir()
     for name in ("clip.mp4", "my.mp4", "walk.mp4", "clips/cat.mp4"):
-        videos.write(name, frames, 8)
+        videos.write(name, torch.randint(0, 256, (1, 3, 5, 16, 24), dtype=torch.uint8), 8)
     small_pipelines.picture().save("cat.png")
     return tmp_path
 
@@ -250,8 +249,7 @@ def test_riflex_stretches_the_second_frequency_of_time_alone():
     ):
         table, stock = table.view(25, -1, 16), stock.view(25, -1, 16)
         torch.testing.assert_close(table[:, :, 2:4], wave(angle)[:, None, None].expand(25, stock.shape[1], 2))
-        assert torch.equal(table[..., :2], stock[..., :2])
-        assert torch.equal(table[..., 4:], stock[..., 4:])
+        assert torch.equal(table[..., [0, 1, *range(4, 16)]], stock[..., [0, 1, *range(4, 16)]])
 
 
 @pytest.mark.usefixtures("torchax_off")

@@ -235,8 +235,7 @@ def test_crops_are_parts_of_the_clip_in_its_order(program):
 
 
 def test_a_picture_is_seen_through_a_moving_camera(program):
-    batch = (crops(program, colored(60, 80, [99])) + 1) * 127.5
-    steps = batch[:, :2].mean((3, 4)).diff(dim=2).abs() / 3
+    steps = crops(program, colored(60, 80, [99]))[:, :2].mean((3, 4)).diff(dim=2).abs() * 127.5 / 3
     assert 0.1 < steps.mean() < 1, "pixels of the picture that the camera moves in a frame"
 
 

@@ -7,7 +7,6 @@ import resource
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -74,11 +73,11 @@ def test_what_a_link_leads_to_is_written_and_the_link_stays(tmp_path):
     assert listed(tmp_path / "near") == ["a", "frames"]
 
 
-def test_a_device_or_a_pipe_is_not_replaced(tmp_path):
+@pytest.mark.parametrize("name", ["pipe", os.devnull])
+def test_a_device_or_a_pipe_is_not_replaced(tmp_path, name):
     os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", Path(os.devnull)):
-        with pytest.raises(whole.OutputError, match="a device or a pipe"):
-            write(path)
+    with pytest.raises(whole.OutputError, match="a device or a pipe"):
+        write(tmp_path / name)
 
 
 @pytest.mark.parametrize("directory", [False, True], ids=["file", "directory"])
