@@ -105,19 +105,13 @@ def test_tiling_leaves_the_vae_that_other_nodes_hold_whole(nodes, native_vae):
 
 
 IMAGE = torch.from_numpy(np.array(small_pipelines.picture()))[None] / 255
-BELOW_BLACK = torch.where(IMAGE == 0, -0.1, IMAGE)
-"""The image as a node that resizes may leave it: some values are outside of [0, 1]."""
 
 
 @pytest.fixture(scope="module")
 def loaded(nodes, saved):
     """Return a function that loads a small pipeline as ComfyUI does, once: the pipeline and its VAE."""
-
-    @functools.cache
-    def load(kind="text", version="5b"):
-        return results(nodes, "LoadPipeline", model=saved(kind, version), dtype="float32", dp=1, tp=1)
-
-    return load
+    given = {"dtype": "float32", "dp": 1, "tp": 1}
+    return functools.cache(lambda *kind: results(nodes, "LoadPipeline", model=saved(*kind), **given))
 
 
 def sample(nodes, pipeline, **given):
@@ -141,7 +135,9 @@ def sample(nodes, pipeline, **given):
 @pytest.mark.slow_cases("image-1.5")
 def test_a_prompt_becomes_the_frames_that_diffusers_makes_of_it(nodes, bar, loaded, kind, version):
     pipeline, vae = loaded(kind, version)
-    latents = sample(nodes, pipeline, **({"image": BELOW_BLACK} if kind == "image" else {}))
+    # As a node that resizes may leave an image: some values are outside of [0, 1].
+    image = {"image": torch.where(IMAGE == 0, -0.1, IMAGE)} if kind == "image" else {}
+    latents = sample(nodes, pipeline, **image)
     assert latents.dtype == torch.float32
     assert [(done, total) for done, total, _ in bar] == [(1, 4), (2, 4), (3, 4), (4, 4)]
     images = run(nodes, "Decode", vae=vae, samples={"samples": latents})

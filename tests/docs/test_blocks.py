@@ -78,13 +78,12 @@ def models(tmp_path_factory, small_vae):
 
 
 @pytest.fixture
-def as_a_reader(tmp_path, in_an_empty_directory):
+def as_a_reader(in_an_empty_directory):
     """Enter a directory with a clip and a picture, with diffusers as it is when a script begins."""
-    (tmp_path / "clips").mkdir()
+    Path("clips").mkdir()
     for name in ("clip.mp4", "my.mp4", "walk.mp4", "clips/cat.mp4"):
         videos.write(name, torch.randint(0, 256, (1, 3, 5, 16, 24), dtype=torch.uint8), 8)
     small_pipelines.picture().save("cat.png")
-    return tmp_path
 
 
 def small(text: str, models) -> str:

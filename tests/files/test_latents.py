@@ -20,12 +20,6 @@ CONFIG = {"scaling_factor": 0.7, "shift_factor": None, "invert_scale_latents": F
 MADE = latents.Latents(torch.zeros(1, 16, 2, 3, 5), CONFIG, "vae", Fraction(30000, 1001), 8)
 
 
-def with_field(name, value):
-    """Return the metadata with another value of a field; `MISSING` leaves it out."""
-    fields = MADE.fields | {name: value}
-    return {latents.KEY: json.dumps({key: kept for key, kept in fields.items() if kept is not MISSING})}
-
-
 MISSING = object()
 
 
@@ -55,7 +49,10 @@ BROKEN = {
     "about": [3, None, MISSING],
 }
 CASES = [
-    *(with_field(field, value) for field, values in BROKEN.items() for value in values),
+    *(
+        {latents.KEY: json.dumps({key: kept for key, kept in fields.items() if kept is not MISSING})}
+        for fields in (MADE.fields | {field: value} for field, values in BROKEN.items() for value in values)
+    ),
     *(
         {latents.KEY: text}
         for text in ("{", "[" * 10**5, '{"a":' * 10**5, "9" * 5000, "[2]", '{"format": 3}')

@@ -56,12 +56,10 @@ def test_a_smaller_frame_is_made_of_all_pixels(tmp_path):
     assert (small[0] - want).abs().mean() < 5
 
 
-COLORS = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (200, 30, 120), (10, 200, 90), (128, 128, 128)]
-
-
 @pytest.mark.parametrize(("height", "standard"), [(480, 6), (712, 6), (720, 1), (768, 1)])
 def test_colors_are_tagged_and_read_back_under_the_tags(tmp_path, height, standard):
-    path, row = tmp_path / "colors.mp4", torch.tensor(COLORS, dtype=torch.uint8).T.repeat_interleave(16, 1)
+    colors = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (200, 30, 120), (10, 200, 90), (128, 128, 128)]
+    path, row = tmp_path / "colors.mp4", torch.tensor(colors, dtype=torch.uint8).T.repeat_interleave(16, 1)
     write(path, row[None, :, None, None].expand(1, 3, 2, height, -1))
     with av.open(path) as container:
         frame = next(container.decode(video=0))
@@ -192,9 +190,6 @@ def test_a_clip_cut_without_encoding_anew_begins_where_it_is_shown(tmp_path, kep
     assert torch.equal(read_all(part), read_all(whole)[:, :, 6:])
 
 
-IDENTITY = [1, 0, 0, 0, 1, 0, 0, 0, 0x4000]
-
-
 # The matrix of an mp4's track, in units of 2^16, and what it says.
 @pytest.mark.parametrize(
     ("placed", "upright_of"),
@@ -209,7 +204,10 @@ IDENTITY = [1, 0, 0, 0, 1, 0, 0, 0, 0x4000]
 )
 def test_a_phones_portrait_is_read_upright(clip, placed, upright_of):
     whole, (before, tracks, rest) = read_all(clip), clip.read_bytes().partition(b"tkhd")
-    stored, turned = (struct.pack(">9i", *(part << 16 for part in matrix)) for matrix in (IDENTITY, placed))
+    stored, turned = (
+        struct.pack(">9i", *(part << 16 for part in matrix))
+        for matrix in ([1, 0, 0, 0, 1, 0, 0, 0, 0x4000], placed)
+    )
     clip.write_bytes(before + tracks + rest.replace(stored, turned, 1))
     assert torch.equal(read_all(clip), upright_of(whole))
     middle = video.cover(video.probe(clip), 16, 16)

@@ -1,4 +1,4 @@
-"""The example that trains a VAE, run on a small model and a small clip."""
+"""The examples that train a VAE and a pipeline, run on small models and small clips."""
 
 import contextlib
 import importlib
@@ -9,8 +9,9 @@ from unittest.mock import DEFAULT, Mock, patch
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKLCogVideoX
+from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline
 from PIL import Image
+from safetensors.torch import load_file
 from torch import nn
 
 from tests import processes, reference
@@ -251,3 +252,35 @@ def test_augmented_crops_are_cut_reversed_mirrored_and_tinted(program):
     assert plain.max() < 1e-6
     assert 0.3 < (augmented > 0.01).float().mean() < 0.7
     assert batches[1].abs().max() <= 1
+
+
+# A pipeline, for a few steps of few clips
+
+
+@pytest.fixture
+def train(monkeypatch):
+    """Return a function that trains for a number of steps, as one command does, and returns the log."""
+    monkeypatch.syspath_prepend(str(processes.ROOT / "examples" / "train_pipeline"))
+    from examples.train_pipeline import train as program
+
+    monkeypatch.setattr(program, "CLIPS", 8)
+    options = ["--files=1", "--batch=2", "--every=1", "--scenes=1", "--decay=1"]
+
+    def train(output, steps):
+        with torch.enable_grad():
+            program.train(program.parser().parse_args(["-o", output, *options, "--steps", str(steps)]))
+        return json.loads(Path(output, "log.json").read_text())
+
+    return train
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+def test_a_training_that_goes_on_ends_as_one_without_a_break(train):
+    train("halted", 3)
+    straight, halted = train("straight", 5), train("halted", 5)
+    assert [entry["loss"] for entry in straight] == [entry["loss"] for entry in halted]
+    assert straight[3].keys() >= {"seen", "unseen scene", "unseen pair"}
+    weights = "straight/pipeline/transformer/diffusion_pytorch_model.safetensors"
+    assert {weight.dtype for weight in load_file(weights).values()} == {torch.bfloat16}
+    assert CogVideoXPipeline.from_pretrained("straight/pipeline").transformer is not None
