@@ -230,25 +230,27 @@ def test_a_file_beside_the_video_that_is_not_its_own_is_left(models, refused, na
     assert Path(name).read_bytes() == before
 
 
-def test_counts_that_are_suggested_come_out_as_asked_or_it_is_said(models):
-    model = description.describe(str(models("text")), clip=False)
-    clip = description.describe(str(models("1.5")), clip=True)
-    assert (model.fps, clip.fps) == (8, 16)
-    for each, frames, made in (
-        (model, 4, (1, 5)),
-        (model, 0, (1, 5)),
-        (model, 10, (9, 13)),
-        (clip, 5, (4, 8)),
-    ):
-        with pytest.raises(description.RequestError) as error:
-            description.check_size(each, frames, 8, 16)
-        asked, *said = (
-            tuple(map(int, re.findall(r"\d+ or \d+", part)[0].split(" or ")))
-            for part in re.split(r"\(", str(error.value).split("generates")[1])
-        )
-        vae = Mock(config=each.vae, num_latent_frames_batch_size=2)
-        assert made == tuple(sum(DECODE.result_lengths(vae, each.latent_frames(count))) for count in asked)
-        assert said == ([] if made == asked else [made])
+@pytest.mark.parametrize(
+    ("name", "clip", "fps", "frames", "made"),
+    [
+        ("text", False, 8, 4, (1, 5)),
+        ("text", False, 8, 0, (1, 5)),
+        ("text", False, 8, 10, (9, 13)),
+        ("1.5", True, 16, 5, (4, 8)),
+    ],
+)
+def test_counts_that_are_suggested_come_out_as_asked_or_it_is_said(models, name, clip, fps, frames, made):
+    model = description.describe(models(name), clip=clip)
+    assert model.fps == fps
+    with pytest.raises(description.RequestError) as error:
+        description.check_size(model, frames, 8, 16)
+    asked, *said = (
+        tuple(map(int, re.findall(r"\d+ or \d+", part)[0].split(" or ")))
+        for part in re.split(r"\(", str(error.value).split("generates")[1])
+    )
+    vae = Mock(config=model.vae, num_latent_frames_batch_size=2)
+    assert made == tuple(sum(DECODE.result_lengths(vae, model.latent_frames(count))) for count in asked)
+    assert said == ([] if made == asked else [made])
 
 
 BAD = {

@@ -156,29 +156,26 @@ def test_at_its_own_rate_a_video_keeps_its_frames_and_at_half_of_it_every_second
     exact = [Fraction(index) / fps for index in range(count)]
     rounded = [Fraction(round(time * 1000), 1000) for time in exact]  # as .mkv stores times
     for times in (exact, rounded):
-        info, frames = (
-            video.Video(Path("a.mp4")),
-            [(time, None) for time in (*times, times[-1] + 1 / Fraction(fps))],
-        )
-        info._decoded = frames.__iter__
+        info, shown = video.Video(Path("a.mp4")), [*times, times[-1] + 1 / Fraction(fps)]
+        info._decoded = lambda shown=shown: ((time, None) for time in shown)
         assert [number for number, _ in info.frames(Fraction(fps))] == list(range(count))
         assert [number for number, _ in info.frames(Fraction(fps) / 2)] == list(range(0, count, 2))
 
 
+@pytest.mark.parametrize(("ahead", "is_held", "times"), [(2**30, True, 1), (1000, False, 2)])
 def test_a_clip_is_decoded_once_and_a_long_one_again_while_it_is_encoded_and_gives_the_same(
-    small, monkeypatch
+    small, monkeypatch, ahead, is_held, times
 ):
-    for ahead, is_held, times in ((2**30, True, 1), (1000, False, 2)):
-        monkeypatch.setattr("cogvideox_torchax.dataset.clip.AHEAD_BYTES", ahead)
-        with patch.object(av, "open", wraps=av.open) as opened:
-            part = small.unit.read(clip_of(small))
-            assert (part.frames is not None) == is_held
-            assert torch.equal(small.unit.encode(part).tensor, small.wanted["a.mp4"].tensor)
-        assert opened.call_count == times
+    monkeypatch.setattr("cogvideox_torchax.dataset.clip.AHEAD_BYTES", ahead)
+    with patch.object(av, "open", wraps=av.open) as opened:
+        part = small.unit.read(clip_of(small))
+        assert (part.frames is not None) == is_held
+        assert torch.equal(small.unit.encode(part).tensor, small.wanted["a.mp4"].tensor)
+    assert opened.call_count == times
 
 
 def test_tiles_of_one_clip_are_put_back_before_the_next_and_written_down(small, monkeypatch):
-    follow = Mock(side_effect=lambda results, *_: results)
+    follow, say = Mock(side_effect=lambda results, *_: results), Mock()
     unit = EncodeClip(replace(small.config, tiling="8x12"), follow=follow)
     latents = unit(clip_of(small))
     assert follow.call_args.args[1:] == (1, "encode in tiles of 8 x 12")
@@ -188,7 +185,6 @@ def test_tiles_of_one_clip_are_put_back_before_the_next_and_written_down(small, 
     with reference.tiled(unit.vae, tile_sample_min_height=8, tile_sample_min_width=12):
         wanted = unit.vae.encode(read_all(small.clips / "a.mp4") / 127.5 - 1).latent_dist.mode()
     assert relative_error(latents.tensor, wanted) < FLOAT32_RELATIVE
-    say = Mock()
     decoder = DecodeClip(small.config, say)
     whole = decoder(latents)
     # Out of memory once: then come the tiles, and then the next clip.
