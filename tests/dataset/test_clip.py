@@ -138,28 +138,33 @@ def test_a_setting_of_another_type_is_refused_by_its_name(options, words):
         ClipConfig("model", **options)
 
 
-def test_a_clip_is_resampled_by_the_times_of_its_frames(small, tmp_path):
+@pytest.mark.parametrize(
+    ("fps", "wanted"),
+    [("10", [0, 1, 2, 4, 4, 4, 5, 5, 6]), ("5", [0, 2, 4, 5, 6]), ("5/2", [0, 4, 6])],
+)
+def test_a_clip_is_resampled_by_the_times_of_its_frames(small, tmp_path, fps, wanted):
     # Times in milliseconds: the rate varies.
     encode_file(tmp_path / "a.mkv", moving_frames(7, 16, 24), "ffv1", times=[0, 100, 200, 250, 300, 700, 800])
-    whole = read_all(tmp_path / "a.mkv")
-    for fps, wanted in (("10", [0, 1, 2, 4, 4, 4, 5, 5, 6]), ("5", [0, 2, 4, 5, 6]), ("5/2", [0, 4, 6])):
-        found = EncodeClip(replace(small.config, fps=fps)).read(Clip("a", tmp_path / "a.mkv"))
-        assert list(found.indices) == wanted
-        assert torch.equal(found.frames, whole[:, :, wanted])
-        assert found.changes["repeated_frames"] == len(wanted) - len(set(wanted))
-    assert EncodeClip(replace(small.config, fps="5"))(Clip("a", tmp_path / "a.mkv")).fps == 5
+    unit, clip = EncodeClip(replace(small.config, fps=fps)), Clip("a", tmp_path / "a.mkv")
+    found = unit.read(clip)
+    assert list(found.indices) == wanted
+    assert torch.equal(found.frames, read_all(tmp_path / "a.mkv")[:, :, wanted])
+    assert found.changes["repeated_frames"] == len(wanted) - len(set(wanted))
+    assert unit(clip).fps == Fraction(fps)
 
 
+@pytest.mark.parametrize(
+    "stored",
+    [lambda time: time, lambda time: Fraction(round(time * 1000), 1000)],
+    ids=["exact times", "times as .mkv stores them"],
+)
 @pytest.mark.parametrize("fps", [8, 24, 25, Fraction(30000, 1001)])
 @pytest.mark.parametrize("count", [1, 2, 8, 49, 240])
-def test_at_its_own_rate_a_video_keeps_its_frames_and_at_half_of_it_every_second(fps, count):
-    exact = [Fraction(index) / fps for index in range(count)]
-    rounded = [Fraction(round(time * 1000), 1000) for time in exact]  # as .mkv stores times
-    for times in (exact, rounded):
-        info, shown = video.Video(Path("a.mp4")), [*times, times[-1] + 1 / Fraction(fps)]
-        info._decoded = lambda shown=shown: ((time, None) for time in shown)
-        assert [number for number, _ in info.frames(Fraction(fps))] == list(range(count))
-        assert [number for number, _ in info.frames(Fraction(fps) / 2)] == list(range(0, count, 2))
+def test_at_its_own_rate_a_video_keeps_its_frames_and_at_half_of_it_every_second(fps, count, stored):
+    info, times = video.Video(Path("a.mp4")), [stored(Fraction(index) / fps) for index in range(count)]
+    info._decoded = lambda: ((time, None) for time in (*times, times[-1] + 1 / Fraction(fps)))
+    assert [number for number, _ in info.frames(Fraction(fps))] == list(range(count))
+    assert [number for number, _ in info.frames(Fraction(fps) / 2)] == list(range(0, count, 2))
 
 
 @pytest.mark.parametrize(("ahead", "is_held", "times"), [(2**30, True, 1), (1000, False, 2)])

@@ -118,19 +118,23 @@ def test_what_is_dropped_or_resampled_is_in_the_latents(small, tmp_path):
     for name, frames, rate in (("fast", 40, 24), ("slow", 12, 8), ("short", 4, 8)):
         write_clip(tmp_path / f"in/{name}.mp4", frames=frames, rate=rate)
     write_clip(tmp_path / "in/tiny.mp4", height=8, width=24)
-    for name, options in (("first", ()), ("windows", ("--windows", "--fps", 8))):
-        given = ("--buckets", "5x32x48", "--min-size", 16, *options)
-        assert encode(small, tmp_path / name, *given, clips=tmp_path / "in") == 1
-    assert "is 8 x 24, at least 16 are wanted" in failures(tmp_path / "first")["tiny.mp4"]
-    for name, wanted in (
-        ("first/fast.mp4", {"source_fps": "24", "dropped_frames": 35, "source_height": 16, "first_frame": 0}),
+    for name, options, wanted in (
+        (
+            "first/fast.mp4",
+            (),
+            {"source_fps": "24", "dropped_frames": 35, "source_height": 16, "first_frame": 0},
+        ),
         (
             "windows/fast.mp4/00001",
+            ("--windows", "--fps", 8),
             {"id": "fast.mp4/00001", "dropped_frames": 12, "first_frame": 15, "repeated_frames": 0},
         ),
     ):
+        given = (tmp_path / Path(name).parts[0], "--buckets", "5x32x48", "--min-size", 16, *options)
+        assert encode(small, *given, clips=tmp_path / "in") == 1
         found = latent_files.about(tmp_path / f"{name}.safetensors")
         assert found | wanted == found
+    assert "is 8 x 24, at least 16 are wanted" in failures(tmp_path / "first")["tiny.mp4"]
     assert sorted(path.name for path in (tmp_path / "windows/slow.mp4").iterdir()) == [
         *("00000.safetensors", "00001.safetensors")
     ]
