@@ -118,8 +118,10 @@ def blank(pipe):
 @pytest.fixture(scope="module")
 def shared(blank, tmp_path_factory):
     """Return a client of a server for many tests, with much room and black videos."""
-    app = serve.make_app(blank, SIZES, tmp_path_factory.mktemp("shared"), limit=1000, fps=8)
-    with served(app) as site, httpx2.Client(base_url=site, timeout=60) as client:
+    with (
+        served(serve.make_app(blank, SIZES, tmp_path_factory.mktemp("shared"), limit=1000, fps=8)) as site,
+        httpx2.Client(base_url=site, timeout=60) as client,
+    ):
         assert client.get("/health").json() == {"status": "ready"}
         yield client
 
@@ -207,8 +209,11 @@ def test_the_oldest_finished_videos_make_room(client, monkeypatch, tmp_path):
     monkeypatch.setattr(serve, "KEPT", 1)
     first, second = ask(client, "a panda"), ask(client, "the sea")
     wait(client, second, status="completed")
-    asked = (first, second, ask(client, "an egg"))
-    assert [client.get(each).status_code for each in asked] == [404, 200, 200]
+    assert [client.get(each).status_code for each in (first, second, ask(client, "an egg"))] == [
+        404,
+        200,
+        200,
+    ]
     assert not (tmp_path / f"{first.rpartition('/')[2]}.mp4").exists()
 
 
@@ -342,14 +347,13 @@ def test_the_names_of_this_computer_and_of_the_host_option_are_ours(pipe, native
         serve.make_app(pipe, SIZES, tmp_path, limit=2, fps=8, host="video.example"),
         stream_to_browser.make_app(native_vae, host="video.example"),
     ):
-        ours = {"Host": host, "Origin": f"http://{host}"}
-        assert TestClient(app).get("/", headers=ours).status_code == 200
+        assert TestClient(app, headers={"Host": host, "Origin": f"http://{host}"}).get("/").status_code == 200
 
 
 def test_who_has_the_token_may_come_by_any_name(pipe, tmp_path):
-    behind = serve.make_app(pipe, SIZES, tmp_path, limit=2, fps=8, token="secret")
+    app = serve.make_app(pipe, SIZES, tmp_path, limit=2, fps=8, token="secret")
     foreign = {"Host": "a.example", "Origin": "https://b.example", "Authorization": "bearer secret"}
-    assert TestClient(behind).get("/v1/videos", headers=foreign).status_code == 200
+    assert TestClient(app, headers=foreign).get("/v1/videos").status_code == 200
 
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
@@ -390,8 +394,7 @@ def test_a_size_that_does_not_run_ends_the_server_before_it_listens(pipe, tmp_pa
 @pytest.fixture
 def openai_client(gated, tmp_path):
     """Return OpenAI's own client of a server that asks for a token."""
-    app = serve.make_app(gated, SIZES, tmp_path, limit=1, fps=8, token="secret")
-    with served(app) as address:
+    with served(serve.make_app(gated, SIZES, tmp_path, limit=1, fps=8, token="secret")) as address:
         yield openai.OpenAI(base_url=f"{address}/v1", api_key="secret", max_retries=0)
         gated.open()
 
@@ -431,10 +434,9 @@ def test_who_has_no_token_is_refused_but_for_the_health_address_and_a_full_queue
 
 @pytest.mark.slow
 def test_a_browser_gives_the_token_follows_a_prompt_cancels_it_and_plays_the_next(gated, page, tmp_path):
-    app = serve.make_app(gated, SIZES, tmp_path, limit=2, fps=8, token="secret")
     answers = iter(["wrong", "secret"])
     page.on("dialog", lambda dialog: dialog.accept(next(answers)))
-    with served(app) as address:
+    with served(serve.make_app(gated, SIZES, tmp_path, limit=2, fps=8, token="secret")) as address:
         page.goto(address)
         assert page.locator("#size option").all_text_contents() == list(SIZES)
         page.fill("#prompt", "slow")
@@ -574,8 +576,10 @@ def go(native_vae, monkeypatch):
 @pytest.fixture
 def site(native_vae, go):
     """Return a client of a running server, with room for two videos of 100 kB."""
-    app = stream_to_browser.make_app(native_vae, queue=2, largest=100_000)
-    with served(app) as address, httpx2.Client(base_url=address, timeout=60) as client:
+    with (
+        served(stream_to_browser.make_app(native_vae, queue=2, largest=100_000)) as address,
+        httpx2.Client(base_url=address, timeout=60) as client,
+    ):
         yield client
         go.set()
 
