@@ -14,9 +14,8 @@ import torch
 import torchax
 from jax.experimental.compilation_cache import compilation_cache
 
-from cogvideox_torchax import cli, make_mesh, port
+from cogvideox_torchax import cli, make_mesh, port, upstream
 from cogvideox_torchax.arrays.compile_cache import configure_compile_cache
-from cogvideox_torchax.upstream import torchax_is_on
 from tests import reference
 
 GROWTH = 2**31
@@ -181,7 +180,7 @@ def restored_cache():
 def torchax_disabled():
     """Leave torchax off after a test that turns it on."""
     yield
-    while torchax_is_on():
+    while upstream.torchax_is_on():
         torchax.disable_globally()
 
 

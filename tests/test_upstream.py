@@ -12,10 +12,7 @@ import torch
 import torchax
 
 from cogvideox_torchax import AutoencoderKLCogVideoX, runtime, upstream
-from cogvideox_torchax.pipelines import networks, transformer
-from cogvideox_torchax.pipelines.call import PIPELINES
-from cogvideox_torchax.pipelines.layers import PatchEmbed
-from cogvideox_torchax.pipelines.port import KNOWN, PortedPipeline
+from cogvideox_torchax.pipelines import call, layers, networks, port, transformer
 from cogvideox_torchax.runtime.device import import_torchax
 from cogvideox_torchax.terminal import CompileClock
 from cogvideox_torchax.vae.torchax.modules import PORTED
@@ -52,14 +49,14 @@ def test_a_sum_or_a_product_is_one_program(operation, other):
     ],
 )
 def test_models_and_pipelines_are_made_by_one_class_method(kind, name):
-    classes = (diffusers.AutoencoderKLCogVideoX, diffusers.CogVideoXTransformer3DModel, *PIPELINES)
+    classes = (diffusers.AutoencoderKLCogVideoX, diffusers.CogVideoXTransformer3DModel, *call.PIPELINES)
     own = [found for found in classes if issubclass(found, kind) and name in vars(found)]
     assert not own, f"{own} have a {name} of their own now: upstream.wrap_{name}"
     assert isinstance(vars(kind)[name], classmethod)
     assert inspect.unwrap(vars(kind)[name].__func__).__module__.startswith("diffusers.")
 
 
-@pytest.mark.parametrize("kind", PIPELINES)
+@pytest.mark.parametrize("kind", call.PIPELINES)
 def test_a_pipeline_asks_one_method_for_its_rotary_tables(kind):
     asks = f"self.{upstream.ROTARY_TABLES}(height, width, "
     assert asks in inspect.getsource(kind.__call__), f"{kind.__name__} makes its tables elsewhere now"
@@ -127,13 +124,13 @@ def test_a_module_that_a_release_takes_away_is_named_with_the_release_that_has_i
 
 OVERRIDDEN = {
     AutoencoderKLCogVideoX: ("_encode", "_decode", "tiled_encode", "tiled_decode", "enable_tiling"),
-    PatchEmbed: ("forward",),
-    PortedPipeline: (
+    layers.PatchEmbed: ("forward",),
+    port.PortedPipeline: (
         "to",
         "enable_model_cpu_offload",
         "enable_sequential_cpu_offload",
     ),
-    **dict.fromkeys((*PORTED.values(), *networks.LAYERS.values(), *KNOWN.values()), ("forward",)),
+    **dict.fromkeys((*PORTED.values(), *networks.LAYERS.values(), *port.KNOWN.values()), ("forward",)),
     transformer.CogVideoXTransformer3DModel: (
         "forward",
         "enable_cache",
@@ -151,7 +148,7 @@ A renamed one would no longer be overridden, and the inherited code would run on
 @pytest.mark.parametrize("ported", OVERRIDDEN, ids=lambda ported: ported.__name__)
 def test_every_method_that_is_overridden_is_there_upstream_and_takes_the_same(ported):
     own = next(kind for kind in ported.__mro__ if "cogvideox_torchax" not in kind.__module__)
-    for stock in PIPELINES if ported is PortedPipeline else [own]:
+    for stock in call.PIPELINES if ported is port.PortedPipeline else [own]:
         for name in OVERRIDDEN[ported]:
             assert hasattr(stock, name), (
                 f"{stock.__name__} has no {name} any more, {ported.__name__} overrides it"

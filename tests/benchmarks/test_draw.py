@@ -4,21 +4,21 @@ import re
 
 import pytest
 
-from benchmarks import draw, estimated_tables, pages, report
-from benchmarks.__main__ import main
-from benchmarks.jobs import Size, spread
+from benchmarks import __main__ as command, draw, estimated_tables, jobs, pages, report
 
 TIMES = {"start_s": 3.0, "lower_s": 0.5, "compile_s": 2.0}
 GOOD = {
     "status": "ok",
     "check": {"passed": True, "relative_error": 1e-6, "rms_error": 1e-7},
-    "whole": TIMES | spread([1.0, 3.0, 2.0]),
-    "parts": [{"part": name, **TIMES, **spread([0.5]), "peak_bytes": None} for name in ("first", "later")],
+    "whole": TIMES | jobs.spread([1.0, 3.0, 2.0]),
+    "parts": [
+        {"part": name, **TIMES, **jobs.spread([0.5]), "peak_bytes": None} for name in ("first", "later")
+    ],
     "host_peak_bytes": 5_000_000,
 }
 WRONG = {"status": "wrong", "check": {"passed": False, "relative_error": 0.3}}
 UNFIT = {"status": "does not fit", "reason": "RESOURCE_EXHAUSTED"}
-SIZE = Size("tiny", 9, 16, 24)
+SIZE = jobs.Size("tiny", 9, 16, 24)
 
 
 def made_up(*results, **fields):
@@ -77,7 +77,7 @@ def test_a_few_steps_take_less_and_no_negative_prompt():
 def test_a_page_without_the_marks_of_a_table_is_refused(refused):
     with pytest.raises(ValueError, match="no lines <!-- plans: begin -->"):
         pages.filled("text", "plans", "table")
-    assert "got page nowhere.md: one of README.md" in refused("draw", "nowhere.md", main=main)
+    assert "got page nowhere.md: one of README.md" in refused("draw", "nowhere.md", main=command.main)
 
 
 def test_a_result_has_a_row_for_the_whole_run_and_one_for_each_part():
@@ -104,7 +104,7 @@ def test_what_does_not_fit_or_is_wrong_is_said_and_shows_no_time_and_no_ratio():
     assert "torchax/flax" not in text
 
 
-SLOW = GOOD | {"whole": TIMES | spread([4.0])}
+SLOW = GOOD | {"whole": TIMES | jobs.spread([4.0])}
 FIELDS = {"commit": "a" * 40 + "+", "switched_off": {"group_norm": "wrong: 0.3"}}
 
 

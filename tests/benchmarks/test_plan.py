@@ -16,9 +16,7 @@ from jax.experimental import topologies
 
 from benchmarks.__main__ import main
 from benchmarks.pages import DEMO_MODEL, FORMAT
-from benchmarks.plan import advice, chips, command, programs, videos
-from benchmarks.plan.hlo import Traffic, collectives, instructions
-from benchmarks.plan.requests import PlanRequest, requested
+from benchmarks.plan import advice, chips, command, hlo, programs, requests, videos
 from jax_kernels.attention.xla import cudnn_supports
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
@@ -38,10 +36,10 @@ ENTRY %main (x: bf16[8,8]) -> bf16[8,8] {
 
 def test_collectives_are_counted_with_their_bytes_and_their_largest_result():
     gathered, permuted = 8 * 64 * 2, 4 * 4 * 4
-    assert collectives(instructions(HLO)) == {
-        "all-gather": Traffic(1, gathered, gathered),
-        "collective-permute": Traffic(2, permuted + permuted // 2, permuted),
-        "all-to-all": Traffic(1, 0, 0),
+    assert hlo.collectives(hlo.instructions(HLO)) == {
+        "all-gather": hlo.Traffic(1, gathered, gathered),
+        "collective-permute": hlo.Traffic(2, permuted + permuted // 2, permuted),
+        "all-to-all": hlo.Traffic(1, 0, 0),
     }
 
 
@@ -132,7 +130,7 @@ def test_a_video_that_does_not_fit_is_told_what_fits(model_directory, monkeypatc
 
     def found(memory, *more):
         args = command.parsed([*f"--model {model_directory} --dtype float32".split(), *more, *VIDEO.split()])
-        request = requested(args)
+        request = requests.requested(args)
         plans = [compiled(work, request.mesh) for work in request.works]
         return dict(advice.changes(args, request, memory, plans))
 
@@ -261,7 +259,7 @@ def test_the_times_of_a_job_count_each_program_as_often_as_it_runs():
         for each in figures
     ]
     on_chip, on_cpu = (
-        PlanRequest((), (2, 10), None, each, about={"chunks": 6}, job={}).figures(found)
+        requests.PlanRequest((), (2, 10), None, each, about={"chunks": 6}, job={}).figures(found)
         for each, found in ((chip, timed), (None, plans))
     )
     assert on_cpu == {"chunks": 6, "peak_memory_GiB": 7 / chips.GIB}
@@ -274,4 +272,4 @@ def test_the_times_of_a_job_count_each_program_as_often_as_it_runs():
 @pytest.mark.parametrize(("words", "counts"), [("49", (1, 5)), ("49 --tiling 32x32", (9, 45)), ("9", (1,))])
 def test_the_first_chunk_runs_once_and_the_later_program_for_each_other_chunk_in_every_tile(words, counts):
     line = f"--platform cpu --model {DEMO_MODEL} --height 64 --width 64 --network vae --frames {words}"
-    assert requested(command.parsed(line.split())).counts == counts
+    assert requests.requested(command.parsed(line.split())).counts == counts

@@ -11,9 +11,7 @@ import torch
 from diffusers import ConsisIDTransformer3DModel
 
 from benchmarks.__main__ import main
-from benchmarks.plan import chips, command, networks, programs, videos
-from benchmarks.plan.chips import PlanError
-from benchmarks.plan.requests import requested
+from benchmarks.plan import chips, command, networks, programs, requests, videos
 from cogvideox_torchax import make_mesh
 from tests import reference, small_pipelines
 from tests.benchmarks.test_plan import plan_of
@@ -121,11 +119,11 @@ def test_a_step_of_an_unknown_transformer_costs_what_the_known_one_of_its_sizes_
     )
     assert unknown.flops == pytest.approx(known.flops, rel=0.1)
     assert unknown.about["parallel"] == "batch over dp, weights whole, tokens not split"
-    with pytest.raises(PlanError, match="got --cache for a ConsisIDTransformer3DModel"):
+    with pytest.raises(chips.PlanError, match="got --cache for a ConsisIDTransformer3DModel"):
         networks.step_work(str(tmp_path), torch.float32, mesh, None, **size, cache="pab")
     (tmp_path / "model_index.json").write_text(json.dumps({"transformer": ["not_there", "Some"]}))
     with pytest.raises(
-        PlanError, match="a transformer of class Some, which cannot be imported from not_there"
+        chips.PlanError, match="a transformer of class Some, which cannot be imported from not_there"
     ):
         networks.step_work(str(tmp_path), torch.float32, mesh, None, **size)
 
@@ -204,7 +202,7 @@ def test_a_pipeline_that_does_not_fit_is_told_what_fits(whole_plan):
 
 def test_weights_in_int8_are_planned_as_they_run():
     def of_networks(*more):
-        request = requested(command.parsed(["--pipeline", "5b", "--platform", "cpu", *SIZE, *more]))
+        request = requests.requested(command.parsed(["--pipeline", "5b", "--platform", "cpu", *SIZE, *more]))
         return [(networks.weight_bytes(work), work.flops) for work in request.works[:2]]
 
     whole, int8 = of_networks(), of_networks("--weights", "int8")

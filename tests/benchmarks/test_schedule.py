@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.plan import chips, programs, schedule
-from benchmarks.plan.hlo import instructions
+from benchmarks.plan import chips, hlo, programs, schedule
 from tests.processes import printed_by
 
 CHIP = chips.CHIPS["v6e"]
@@ -104,7 +103,7 @@ def test_products_count_as_often_as_they_run_and_take_at_least_the_units_peak():
         "made.1": schedule.Schedule(10, 10**12, 0),
         "made.2.refs_3_of_12": schedule.Schedule(10, 0, 0),
     }
-    times = programs.kernel_times(list(instructions(HLO)), CHIP, schedules)["made"]
+    times = programs.kernel_times(list(hlo.instructions(HLO)), CHIP, schedules)["made"]
     assert times["schedule_seconds"] == pytest.approx(10**12 / CHIP.flops + 10 / CHIP.clock)
 
 
@@ -208,7 +207,7 @@ def test_kernels_that_are_alike_share_a_schedule_and_count_by_the_larger(tmp_pat
     longer = {name: schedule.Schedule(10**6, 0, 0) for name in schedules}
     moved = 2 * 2 * 1024 * 1024 * 2 / (0.87 * CHIP.bandwidth)
     for given, cycles in ((schedules, 2 * 71), (longer, 2e6)):
-        found = programs.kernel_times(list(instructions(HLO)), CHIP, given)["made"]
+        found = programs.kernel_times(list(hlo.instructions(HLO)), CHIP, given)["made"]
         times = {"bytes_seconds": moved, "schedule_seconds": cycles / CHIP.clock, "unknown": 0}
         wanted = times | {"seconds": max(times.values())}
         assert {name: found[name] for name in wanted} == pytest.approx(wanted)
@@ -220,7 +219,7 @@ def test_a_kernel_with_an_unknown_schedule_makes_the_time_unknown_and_never_its_
     if path is not None:
         (tmp_path / "17-made.1-00-critical-path.txt").write_text(path)
     assert schedule.read_schedules(tmp_path, ["made.1", "made.2.refs_3_of_12"], 4) == {}
-    found = list(instructions(HLO))
+    found = list(hlo.instructions(HLO))
     times = programs.kernel_times(found, CHIP, {})["made"]
     assert (times["unknown"], times["bytes_seconds"] > 0, math.isnan(times["seconds"])) == (2, True, True)
     assert math.isnan(sum(seconds for _, seconds in programs.instruction_times(found, CHIP, {}).values()))

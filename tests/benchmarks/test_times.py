@@ -7,10 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import calibration, pages
-from benchmarks.plan import chips, programs
-from benchmarks.plan.chips import CHIPS
-from benchmarks.plan.hlo import instructions, times_run
-from benchmarks.plan.links import Links
+from benchmarks.plan import chips, hlo, links, programs
 
 HLO = """
 %fused.1 (a: bf16[8,8]) -> bf16[8,8] {
@@ -47,14 +44,14 @@ ENTRY %main (x: bf16[8,8]) -> bf16[8,8] {
 """
 
 
-GIB_A_SECOND = 0.87 * CHIPS["v6e"].bandwidth
+GIB_A_SECOND = 0.87 * chips.CHIPS["v6e"].bandwidth
 """Bytes a second that moves reach."""
 
 
 def test_products_count_by_the_compilers_cycles_and_what_only_moves_by_bytes():
     tile = 8 * 128 * 2 / GIB_A_SECOND  # seconds of 8 x 128 numbers in bfloat16, to which arrays are padded
-    times = programs.instruction_times(list(instructions(HLO)), CHIPS["v6e"], {})
-    assert times.pop("f") == (programs.PRODUCTS, 100 / CHIPS["v6e"].clock)
+    times = programs.instruction_times(list(hlo.instructions(HLO)), chips.CHIPS["v6e"], {})
+    assert times.pop("f") == (programs.PRODUCTS, 100 / chips.CHIPS["v6e"].clock)
     assert {name: seconds / tile for name, (_kind, seconds) in times.items()} == pytest.approx(
         {
             "y": 1 + 2,  # its minor axis is the first
@@ -115,7 +112,7 @@ def slice_of(generation, *lengths, cores=1):
         for place in itertools.product(*map(range, reversed(lengths)))
         for core in range(cores)
     ]
-    return Links(tuple(places), CHIPS[generation])
+    return links.Links(tuple(places), chips.CHIPS[generation])
 
 
 EIGHT = slice_of("v6e", 2, 4)
@@ -180,11 +177,11 @@ ENTRY %main (x: f32[1000]) -> f32[1000] {
 
 
 def test_groups_and_trips_are_read_off_the_text():
-    found = {one.name: one for one in instructions(COLLECTIVES)}
+    found = {one.name: one for one in hlo.instructions(COLLECTIVES)}
     assert found["r"].groups == found["b"].groups == HALVES
     assert [found[name].groups for name in "gopt"] == [COLUMNS, HALVES, ((0, 1), (1, 0), (2, 4)), ()]
     assert (found["w"].trips, found["u"].trips, found["g"].trips) == (5, None, 1)
-    times = times_run(list(found.values()))
+    times = hlo.times_run(list(found.values()))
     assert times == times | {"main": 1, "body": 5, "then": 5, "branch": 5, "all-reduce-scatter.1": 1}
 
 
@@ -206,12 +203,12 @@ def test_a_scan_counts_as_often_as_its_condition_says_and_another_loop_leaves_no
     assert long.shares[programs.PRODUCTS] == pytest.approx(10 * short.shares[programs.PRODUCTS], rel=0.05)
     unknown = plan(search, (512, 512), ())
     assert (unknown.open_loops, unknown.as_json()["seconds"]) == (1, None)
-    assert programs.program_rows(unknown, CHIPS["v6e"])["estimate ms"].startswith("none: ")
+    assert programs.program_rows(unknown, chips.CHIPS["v6e"])["estimate ms"].startswith("none: ")
 
 
 def test_a_programs_collectives_add_up_by_kind():
     size = 4000
-    assert EIGHT.seconds(list(instructions(COLLECTIVES)), lambda _: 0.0) == pytest.approx(
+    assert EIGHT.seconds(list(hlo.instructions(COLLECTIVES)), lambda _: 0.0) == pytest.approx(
         {
             "all-reduce": 5 * EIGHT.collective_seconds("all-reduce", size, HALVES),
             "reduce-scatter": EIGHT.collective_seconds("reduce-scatter", size / 4, HALVES),
@@ -236,7 +233,7 @@ ENTRY %main (x: bf16[1000]) -> bf16[1000] {
     one, two = permute_seconds(2000), EIGHT.collective_seconds("all-to-all", 8000, HALVES)
 
     def waiting(busy):
-        found = EIGHT.seconds(list(instructions(text)), lambda one: busy if one.cycles == 30 else 0.0)
+        found = EIGHT.seconds(list(hlo.instructions(text)), lambda one: busy if one.cycles == 30 else 0.0)
         return found["collective-permute"], found["all-to-all"]
 
     assert waiting(0.0) == pytest.approx((one + one, two))  # one after the other on the links
@@ -252,7 +249,7 @@ ENTRY %main (x: f32[1000]) -> f32[250] {
   ROOT %d = f32[250]{0} reduce-scatter-done(%s)
 }
 """
-    start, _done = found = list(instructions(text))
+    start, _done = found = list(hlo.instructions(text))
     assert start.bytes == 1000
     want = EIGHT.collective_seconds("reduce-scatter", 1000, HALVES)
     assert EIGHT.seconds(found, lambda _: 0.0) == pytest.approx({"reduce-scatter": want})

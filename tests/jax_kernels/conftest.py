@@ -5,7 +5,6 @@ import pytest
 
 from cogvideox_torchax.arrays.compile_cache import configure_compile_cache
 from tests import reference
-from tests.reference import as_on_a_tpu, interpreted_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -26,20 +25,20 @@ def shapes_unchecked():
 @pytest.fixture
 def on_tpu():
     """Ops take the forms that they have for a TPU."""
-    with as_on_a_tpu():
+    with reference.as_on_a_tpu():
         yield
 
 
 @pytest.fixture
 def interpreted():
     """Pallas kernels take few channels and pixels."""
-    with interpreted_kernels() as traced:
+    with reference.interpreted_kernels() as traced:
         yield traced
 
 
 @pytest.fixture
 def interpreted_on_mesh():
-    with interpreted_kernels(on_mesh=True) as traced:
+    with reference.interpreted_kernels(on_mesh=True) as traced:
         yield traced
 
 

@@ -25,10 +25,8 @@ import pytest
 import jax_kernels
 from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO
 from jax_kernels.common import tiles
-from jax_kernels.common.tiles import SWITCH
 from tests import reference
 from tests.jax_kernels.devices import check_rounding, on_mesh
-from tests.reference import interpreted_kernels, largest_error, products_of, tpu_interpreter
 
 HOW = {"implementation", "split", "in_place", "tile"}
 """Arguments that say how an op runs or rounds, not what it computes: op and reference share all others."""
@@ -300,7 +298,7 @@ def run_by(way: str):
     if way == "chosen":
         yield {}
         return
-    with interpreted_kernels() if way == "on a TPU" else tpu_interpreter():
+    with reference.interpreted_kernels() if way == "on a TPU" else reference.tpu_interpreter():
         yield {} if way == "on a TPU" else {"implementation": way}
 
 
@@ -329,7 +327,7 @@ def wanted(case, dtype, as_on_a_tpu=False):
 def test_float32_is_the_reference(name, way):
     for got, want in results(CASES[name], jnp.float32, way):
         assert got.dtype == jnp.float32
-        assert largest_error(got, want) < 1e-5
+        assert reference.largest_error(got, want) < 1e-5
 
 
 OF_EVERY_LENGTH = [
@@ -361,7 +359,7 @@ OF_EVERY_LENGTH = [
 @pytest.mark.parametrize("way", ["chosen", "on a TPU"])
 def test_frames_of_every_length_and_width_are_the_reference(name, shapes, options, way):
     for got, want in results(replace(CASES[name], shapes=shapes, options=options), jnp.float32, way):
-        assert largest_error(got, want) < 1e-6
+        assert reference.largest_error(got, want) < 1e-6
 
 
 @every_way
@@ -470,8 +468,8 @@ def test_the_contract_holds_with_what_a_tpu_rounds_otherwise(name, number, dtype
     )
     for usual, got, want in zip(as_usual, rounded, exact, strict=True):
         if dtype == jnp.float32:
-            assert largest_error(got, usual) > 0
-            assert largest_error(got, want) < 1e-5
+            assert reference.largest_error(got, usual) > 0
+            assert reference.largest_error(got, want) < 1e-5
         else:
             errors = (np.sqrt(np.mean(np.square(np.asarray(y, np.float64) - want))) for y in (got, usual))
             assert next(errors) <= BFLOAT16_RMS_RATIO * next(errors)
@@ -504,7 +502,7 @@ def test_its_derivatives_are_the_references(name, way):
     with run_by(way) as how:
         found = slopes(case, case.op, **how)
     for got, want in zip(found, wanted_slopes(case), strict=True):
-        assert largest_error(got, want) < 2e-5
+        assert reference.largest_error(got, want) < 2e-5
 
 
 OVER_DEVICES = [
@@ -528,7 +526,7 @@ def test_shards_are_the_whole_and_their_padding_is_clear(name, way, padded):
     for got, want in zip(*map(jax.tree.leaves, (found, wanted(case, jnp.float32))), strict=True):
         real = want.shape[3]
         assert got.shape[3] == padded * real
-        assert largest_error(got[:, :, :, :real], want) < 1e-5
+        assert reference.largest_error(got[:, :, :, :real], want) < 1e-5
         assert not jnp.any(got[:, :, :, real:])
 
 
@@ -537,7 +535,7 @@ def test_widths_that_pad_to_the_same_number_are_told_apart():
     for real in (5, 8):
         x, kernel, bias = drawn(replace(case, shapes=((1, 4, 4, 4 * real, 16), KERNEL, V)), jnp.float32)[0]
         found, _ = on_mesh(case.op, real, 8, 1, 4)(x, kernel, bias)
-        assert largest_error(found[:, :, :, : 4 * real], case.plain(x, kernel, bias)[0]) < 1e-5
+        assert reference.largest_error(found[:, :, :, : 4 * real], case.plain(x, kernel, bias)[0]) < 1e-5
         assert not jnp.any(found[:, :, :, 4 * real :])
 
 
@@ -579,7 +577,7 @@ def kernels_on_a_tpu(case, shapes, dtype):
 def test_a_tpu_runs_its_pallas_kernels_until_they_are_switched_off(name, monkeypatch):
     case = CASES[name]
     for switch, wanted in (("on", case.kernels), ("off", set()), ("on", case.kernels)):
-        monkeypatch.setenv(SWITCH, switch)
+        monkeypatch.setenv(tiles.SWITCH, switch)
         assert kernels_on_a_tpu(case, case.large, jnp.bfloat16) == wanted
 
 
@@ -626,7 +624,7 @@ def test_frames_that_a_pallas_kernel_takes_go_through_it_on_a_tpu(name, shape, d
 @pytest.mark.parametrize("name", CASES)
 def test_float32_asks_for_full_precision(name, platform):
     text = lowered(CASES[name], CASES[name].shapes, jnp.float32, platform)
-    assert all("HIGHEST" in line for line in products_of(text))
+    assert all("HIGHEST" in line for line in reference.products_of(text))
 
 
 @pytest.mark.parametrize("name", sorted({*jax_kernels.__all__} - {"ColumnMoments", "NormParams"}))

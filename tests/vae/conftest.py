@@ -49,6 +49,11 @@ def decoded(vae, z=Z):
     return reference.run_decode(vae, z)
 
 
+def check_close(got, want):
+    """Check a result in float32 by the contract."""
+    assert reference.largest_error(got, want) < FLOAT32_RELATIVE
+
+
 def decodes_as(vae, stock, z=Z):
     """Return whether it decodes as a stock model does."""
     return relative_error(decoded(vae, z), stock.decode(z).sample) < FLOAT32_RELATIVE

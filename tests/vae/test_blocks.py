@@ -10,8 +10,7 @@ from diffusers.models.downsampling import CogVideoXDownsample3D
 from diffusers.models.upsampling import CogVideoXUpsample3D
 
 from cogvideox_torchax.vae import blocks
-from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE
-from tests import reference
+from tests.vae.conftest import check_close
 
 GROUPS, EPS = {"num_groups": 2}, {"eps": 0.1}
 residual = partial(diffusers_vae.CogVideoXResnetBlock3D, 8, temb_channels=0, groups=2, **EPS)
@@ -56,4 +55,4 @@ def test_a_block_is_diffusers_layer(name, make, options):
             (want, cache), (got, new_cache) = want, got
             caches = {"conv_cache": cache}, {"cache": new_cache}
         want = want[0] if isinstance(want, tuple) else want
-        assert reference.largest_error(jnp.moveaxis(got, -1, 1), want) < FLOAT32_RELATIVE
+        check_close(jnp.moveaxis(got, -1, 1), want)

@@ -15,9 +15,7 @@ import torch
 
 from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.arrays.places import ArrayProgram
-from cogvideox_torchax.vae import memory
-from cogvideox_torchax.vae.directions import DECODE, Direction
-from cogvideox_torchax.vae.sizes import SizeError
+from cogvideox_torchax.vae import directions, memory, sizes
 from cogvideox_torchax.vae.torchax.networks import DecoderChunk
 from jax_kernels import conv3d
 from tests import reference
@@ -44,20 +42,22 @@ def test_the_estimate_is_what_the_compiler_says_or_somewhat_more(path):
         each["temp_bytes"] + each["output_bytes"] + (cache if each["name"] == "later" else 0)
         for each in plan["programs"]
     )
-    estimate = memory.estimated_bytes(WIDE, Direction(job["direction"]), job["height"], job["width"], frames)
+    estimate = memory.estimated_bytes(
+        WIDE, directions.Direction(job["direction"]), job["height"], job["width"], frames
+    )
     assert 0.95 <= estimate / taken <= (1.2 if frames == 13 else 1.05)  # 13 are computed four at a time
 
 
 def test_a_picture_that_fits_is_not_cut_and_one_that_does_not_is_cut_into_what_fits():
     def estimated_bytes(height, width):
-        return memory.estimated_bytes(WIDE, DECODE, height, width, 13)
+        return memory.estimated_bytes(WIDE, directions.DECODE, height, width, 13)
 
     free = int(estimated_bytes(480, 720) / memory.MARGIN) + 1
-    assert memory.fitting_tile(WIDE, DECODE, 480, 720, 13, free) is None
-    tile = memory.fitting_tile(WIDE, DECODE, 960, 1440, 13, free)
+    assert memory.fitting_tile(WIDE, directions.DECODE, 480, 720, 13, free) is None
+    tile = memory.fitting_tile(WIDE, directions.DECODE, 960, 1440, 13, free)
     assert all(side % 8 == 0 for side in tile)
     assert 0.9 * estimated_bytes(480, 720) < estimated_bytes(*tile) <= memory.MARGIN * free
-    assert memory.fitting_tile(WIDE, DECODE, 960, 1440, 13, 0) == (16, 16)
+    assert memory.fitting_tile(WIDE, directions.DECODE, 960, 1440, 13, 0) == (16, 16)
 
 
 BAD = {
@@ -74,7 +74,7 @@ BAD = {
 
 @pytest.mark.parametrize(("text", "words"), BAD.items())
 def test_a_bad_tile_size_is_an_error_that_names_a_good_one(text, words):
-    with pytest.raises(SizeError, match=words):
+    with pytest.raises(sizes.SizeError, match=words):
         memory.parse_tiles(text, 8)
     near = words.split()[-3] if "near" in words else "240x360"
     assert memory.parse_tiles(near, 8) == tuple(map(int, near.split("x")))
@@ -112,10 +112,10 @@ def test_auto_chooses_tiles_by_the_free_memory_when_a_size_is_first_run(build, s
     free = mock.Mock(return_value=10**12)
     monkeypatch.setattr(memory, "free_memory", free)
     assert torch.equal(reference.run_decode(vae, z), whole), "all of it fits"
-    free.return_value = memory.estimated_bytes(vae, DECODE, 16, 24, 1) // 2
+    free.return_value = memory.estimated_bytes(vae, directions.DECODE, 16, 24, 1) // 2
     assert torch.equal(torch.cat(list(vae.decode_stream(z)), 2), whole), "as it was chosen for this size"
     vae.enable_tiling("auto")
-    height, width = memory.tile_of(vae, DECODE, 16, 24, 1)
+    height, width = memory.tile_of(vae, directions.DECODE, 16, 24, 1)
     assert (height, width) < (16, 24)
     tiled = reference.run_decode(vae, z)
     assert free.call_count == 2

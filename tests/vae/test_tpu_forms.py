@@ -11,13 +11,11 @@ import pytest
 import jax_kernels
 from cogvideox_torchax import make_mesh, port
 from cogvideox_torchax.vae.nnx.autoencoder import compiled
-from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE
-from jax_kernels.common import frames as over_frames
-from jax_kernels.common.tiles import SWITCH
+from jax_kernels.common import frames as over_frames, tiles
 from jax_kernels.conv3d import xla as conv3d_xla
 from jax_kernels.resample import op as resample_op
 from tests import reference
-from tests.vae.conftest import RUNS, check_bfloat16, shallow_latents
+from tests.vae.conftest import RUNS, check_bfloat16, check_close, shallow_latents
 
 
 @pytest.fixture
@@ -46,7 +44,7 @@ CASES = {
 def test_a_chunk_is_that_of_stock_diffusers(build, kind, x, mesh, shallow_vae, splits_first_frame):
     vae = port(reference.built(build, shallow_vae), mesh=mesh and make_mesh(*mesh))
     run, of_stock = RUNS[kind]
-    assert reference.largest_error(run(vae, x), of_stock(shallow_vae, x)) <= FLOAT32_RELATIVE
+    check_close(run(vae, x), of_stock(shallow_vae, x))
     assert splits_first_frame.called
 
 
@@ -57,7 +55,7 @@ def test_a_model_has_a_program_for_each_choice_of_kernels(build, mode, stock, mo
     compiled.cache_clear()  # programs of equal Flax models, which an earlier test may have made
 
     def is_traced_anew(choice):
-        monkeypatch.setenv(SWITCH, choice)
+        monkeypatch.setenv(tiles.SWITCH, choice)
         kernel.reset_mock()
         list(vae.decode_stream(shallow_latents()))
         return kernel.called

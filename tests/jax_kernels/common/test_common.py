@@ -4,9 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kernels.common import frames as over_frames
-from jax_kernels.common.dispatch import Target
-from jax_kernels.common.transforms import TRANSFORMS, filtered
+from jax_kernels.common import dispatch, frames as over_frames, transforms
 from jax_kernels.norm_conv3d import sizes
 from tests.jax_kernels.devices import answer, struct
 
@@ -16,7 +14,9 @@ from tests.jax_kernels.devices import answer, struct
     [(jnp.bfloat16, "tpu", True), (jnp.bfloat16, "default", False), (jnp.float32, "tpu", False)],
 )
 def test_where_a_first_frame_stands_apart(dtype, platform, apart):
-    assert over_frames.splits_first_frame(Target(platform), jnp.zeros((1, 5, 2, 4, 1), dtype)) == apart
+    assert (
+        over_frames.splits_first_frame(dispatch.Target(platform), jnp.zeros((1, 5, 2, 4, 1), dtype)) == apart
+    )
 
 
 def test_what_is_waited_for_adds_nothing():
@@ -57,12 +57,14 @@ FRAMES = {
 
 
 @pytest.mark.parametrize("make", FRAMES.values(), ids=FRAMES)
-@pytest.mark.parametrize("tile", TRANSFORMS)
+@pytest.mark.parametrize("tile", transforms.TRANSFORMS)
 def test_rounding_is_within_a_few_units_of_what_each_result_sums(tile, make):
     rng = np.random.default_rng(0)
     frames = jnp.asarray(make(rng.normal(size=(16, len(TIMES), CHANNELS))), jnp.bfloat16)
     kernel = jnp.asarray(rng.normal(size=(3, CHANNELS, 32)) / 8, jnp.bfloat16)
-    error = np.asarray(filtered(frames, kernel, tile, over_channels), np.float64) - direct(frames, kernel)
+    error = np.asarray(transforms.filtered(frames, kernel, tile, over_channels), np.float64) - direct(
+        frames, kernel
+    )
     # What the results of a tile round is a share of all that it sums.
     largest = np.sqrt(np.mean(np.square(np.asarray(frames, np.float64)), axis=(1, 2), keepdims=True))
     scale = largest * np.sqrt(np.sum(np.square(np.asarray(kernel, np.float64))) / kernel.shape[-1])

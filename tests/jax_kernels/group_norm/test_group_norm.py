@@ -11,15 +11,12 @@ from jax.experimental import pallas as pl
 
 from benchmarks.plan import hlo
 from jax_kernels import group_norm
-from jax_kernels.common.columns import WHOLE
-from jax_kernels.common.dispatch import Target
-from jax_kernels.common.tiles import tiled_sublanes
+from jax_kernels.common import columns, dispatch, tiles
 from jax_kernels.group_norm import op, tpu, xla
-from jax_kernels.group_norm.tpu import _column_bytes, _pixel_bytes, column_moments, image_moments
 from tests.jax_kernels.devices import compiled_for, on_mesh, struct
 from tests.reference import tpu_interpreter
 
-moments = functools.partial(op.moments, Target())
+moments = functools.partial(op.moments, dispatch.Target())
 
 
 def test_an_empty_batch_stays_empty():
@@ -59,8 +56,10 @@ def check(moments, x):
 @pytest.mark.slow_cases("*-bfloat16", "2-*", "1-8-*")
 def test_sums_keep_their_digits_far_from_zero(videos, length, height, width, rows, dtype, monkeypatch):
     x = jax.random.normal(jax.random.key(0), (videos, length, height, width, 128), dtype) + 1000
-    monkeypatch.setattr(tpu, "BLOCK_BYTES", min(16, width) * (_column_bytes(x) + rows * _pixel_bytes(x)))
-    check(column_moments, x)
+    monkeypatch.setattr(
+        tpu, "BLOCK_BYTES", min(16, width) * (tpu._column_bytes(x) + rows * tpu._pixel_bytes(x))
+    )
+    check(tpu.column_moments, x)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +70,10 @@ def test_sums_keep_their_digits_far_from_zero(videos, length, height, width, row
 def test_an_images_sums_keep_their_digits_far_from_zero(videos, height, width, rows, dtype, monkeypatch):
     x = jax.random.normal(jax.random.key(0), (videos, 1, height, width, 128), dtype) + 1000
     assert tpu._image_rows_of_step(x) == height
-    row, kept = (tiled_sublanes(width, jnp.dtype(kind)) * 128 for kind in (dtype, jnp.float32))
+    row, kept = (tiles.tiled_sublanes(width, jnp.dtype(kind)) * 128 for kind in (dtype, jnp.float32))
     monkeypatch.setattr(tpu, "BLOCK_BYTES", 3 * kept * 4 + rows * row * x.dtype.itemsize)
     assert tpu._image_rows_of_step(x) == rows
-    check(image_moments, x)
+    check(tpu.image_moments, x)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -82,13 +81,15 @@ def test_an_images_sums_keep_their_digits_far_from_zero(videos, height, width, r
 @pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
 @pytest.mark.slow_cases(but=["v6e:1x1-*-bfloat16"])
 def test_mosaic_compiles_them(topology, length, dtype):
-    text = compiled_for(topology, column_moments, struct(1, length, 64, 45, 256, dtype=dtype)).as_text()
+    text = compiled_for(topology, tpu.column_moments, struct(1, length, 64, 45, 256, dtype=dtype)).as_text()
     assert sum(instruction.is_kernel for instruction in hlo.instructions(text)) == 1
 
 
 @pytest.mark.parametrize(("topology", "width"), [("v6e:1x1", 90), ("v5e:1x1", 22)])
 def test_mosaic_compiles_it_for_an_image(topology, width):
-    assert "image_moments" in compiled_for(topology, image_moments, struct(1, 1, 16, width, 256)).as_text()
+    assert (
+        "image_moments" in compiled_for(topology, tpu.image_moments, struct(1, 1, 16, width, 256)).as_text()
+    )
 
 
 @pytest.mark.parametrize("shape", [(12, 9, 128, 128, 256), (24, 9, 128, 128, 128), (8, 9, 128, 128, 512)])
@@ -110,8 +111,8 @@ OUTLIERS = {
 """The pixels that are far from all others."""
 
 
-def norm(x, split=WHOLE):
-    stats = op.moments(Target(split=split), x, num_groups=2, channel_axis=-1)
+def norm(x, split=columns.WHOLE):
+    stats = op.moments(dispatch.Target(split=split), x, num_groups=2, channel_axis=-1)
     return stats.mean, stats.variance, group_norm(x, None, None, num_groups=2, channel_axis=-1, split=split)
 
 

@@ -13,8 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.plan import chips
 from jax_kernels import NormParams, norm_conv3d
-from jax_kernels.common.columns import Split
-from jax_kernels.common.tiles import SWITCH
+from jax_kernels.common import columns, tiles
 from jax_kernels.norm_conv3d import reference, sizes, tpu
 from tests.jax_kernels.devices import (
     A_UNIT,
@@ -210,7 +209,7 @@ FILTERED = {
 def test_four_and_eight_frames_are_filtered_by_winograd(
     frames, columns, outputs, mode, tile, chunk, monkeypatch
 ):
-    monkeypatch.setenv(SWITCH, mode)
+    monkeypatch.setenv(tiles.SWITCH, mode)
     found = sizes.sizes_of(struct(1, frames, 128, columns, 256), 1, 1, outputs, True)
     assert (found.tile, found.chunk_columns) == (tile, chunk)
     assert found.units % found.shares == 0 or not tile
@@ -370,7 +369,7 @@ def test_a_shard_copies_neither_its_frames_nor_its_cache_for_its_neighbours():
 
     def run(*operands):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return convolved_in_place(*operands, split=Split(85, 88, columns=("tp",)))
+            return convolved_in_place(*operands, split=columns.Split(85, 88, columns=("tp",)))
 
     norm, kernel, bias = jax.tree.map(placed, spatial(width, channels, rows=8))
     norm = norm._replace(zq=placed(norm.zq, 3))

@@ -28,14 +28,11 @@ from cogvideox_torchax.flax import (
     FlaxVAEForPipelines,
     Posterior,
 )
-from cogvideox_torchax.vae.checkpoint import ModelError
-from cogvideox_torchax.vae.directions import DECODE
-from cogvideox_torchax.vae.nnx.autoencoder import compiled
-from cogvideox_torchax.vae.nnx.wrapper import to_array
-from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
+from cogvideox_torchax.vae import checkpoint, directions
+from cogvideox_torchax.vae.nnx import autoencoder, wrapper
 from tests import reference, small_pipelines
 from tests.processes import printed_by
-from tests.vae.conftest import NAME, WEIGHTS, Z, decodes_as
+from tests.vae.conftest import NAME, WEIGHTS, Z, check_close, decodes_as
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
@@ -48,9 +45,9 @@ def model(flax_vae):
 def test_arrays_in_and_arrays_out_equal_diffusers(small_vae, model):
     z, x = reference.latents(1), reference.video(1)
     want = small_vae.encode(x).latent_dist
-    results = *model.encode(to_array(x)), model.decode(to_array(z))
+    results = *model.encode(wrapper.to_array(x)), model.decode(wrapper.to_array(z))
     for ours, theirs in zip(results, (want.mean, want.logvar, small_vae.decode(z).sample), strict=True):
-        assert reference.largest_error(np.moveaxis(ours, -1, 1), theirs) < FLOAT32_RELATIVE
+        check_close(np.moveaxis(ours, -1, 1), theirs)
 
 
 def test_a_key_samples():
@@ -98,10 +95,10 @@ def test_another_output_dtype_is_refused(model):
 
 
 def test_models_of_one_structure_share_a_program_and_a_changed_attribute_gives_another(model):
-    z, model = to_array(reference.latents(2)), copy.copy(model)  # its decoder is replaced below
+    z, model = wrapper.to_array(reference.latents(2)), copy.copy(model)  # its decoder is replaced below
 
     def program():
-        return compiled(model.network(DECODE)[0], model.placement(DECODE))
+        return autoencoder.compiled(model.network(directions.DECODE)[0], model.placement(directions.DECODE))
 
     first, shared = model.decode(z), program()
     traced = shared.compilations
@@ -119,7 +116,7 @@ def test_models_of_one_structure_share_a_program_and_a_changed_attribute_gives_a
 def test_of_a_numpy_array_only_a_chunk_goes_to_the_device(model, monkeypatch):
     z = np.zeros((1, 7, 3, 5, 16), np.float32)
     run = mock.Mock(return_value=(jnp.zeros((1, 1, 24, 40, 3)), None))
-    monkeypatch.setattr(ArrayProgram, "run", run)
+    monkeypatch.setattr(runtime.ArrayProgram, "run", run)
     model.decode(z)
     given = [call.args[1] for call in run.call_args_list]  # the chunk, after the weights
     assert [chunk.shape[1] for chunk in given] == [3, 2, 2]
@@ -182,7 +179,7 @@ def test_the_configs_defaults_are_diffusers():
     ],
 )
 def test_a_config_that_cannot_be_honoured_is_refused(small_vae, change, words):
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(checkpoint.ModelError, match=words):
         FlaxAutoencoderKLCogVideoXConfig.from_dict({**small_vae.config, **change})
 
 
@@ -224,8 +221,8 @@ def test_without_torch_a_model_is_loaded_saved_and_run_in_tiles_on_a_mesh_too(va
     with np.load(tmp_path / "results.npz") as found:
         z, frames = (torch.from_numpy(found[name]).movedim(-1, 1) for name in ("latents", "frames"))
     vae.enable_tiling(tile_sample_min_height=6, tile_sample_min_width=8)
-    assert relative_error(z, stock.encode(x).latent_dist.mode()) < FLOAT32_RELATIVE
-    assert relative_error(frames, vae.decode(z).sample) < FLOAT32_RELATIVE
+    check_close(z, stock.encode(x).latent_dist.mode())
+    check_close(frames, vae.decode(z).sample)
 
 
 @pytest.mark.parametrize("enabled", [False, True])
@@ -239,7 +236,7 @@ def test_tensors_on_jax_give_tensors_on_jax(small_vae, flax_vae, enabled):
     want = reference.encoded(small_vae, x), reference.decoded(small_vae, z)
     for ours, theirs in zip(got, want, strict=True):
         assert runtime.on_jax(ours)
-        assert relative_error(runtime.to_torch(ours), theirs) < FLOAT32_RELATIVE
+        check_close(runtime.to_torch(ours), theirs)
 
 
 def test_an_unchanged_pipeline_runs_with_it():
@@ -248,7 +245,7 @@ def test_an_unchanged_pipeline_runs_with_it():
     pipe.vae = FlaxVAEForPipelines.from_diffusers(pipe.vae)
     assert (pipe.vae.dtype, pipe.vae.device) == (torch.float32, torch.device("cpu"))
     got = pipe.to("cpu")(**small_pipelines.inputs("image")).frames
-    assert reference.largest_error(got, want) < FLOAT32_RELATIVE
+    check_close(got, want)
 
 
 def test_without_flax_the_extra_is_named(monkeypatch):

@@ -12,11 +12,9 @@ from diffusers.training_utils import EMAModel
 from flax import nnx
 from torch import nn
 
-from cogvideox_torchax import port, runtime
+from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.vae.nnx import weights
-from cogvideox_torchax.vae.tolerances import relative_error
 from tests import reference
-from tests.fixtures import port_to_eight
 
 RELATIVE = 1e-4
 """Error of a gradient in float32, relative to its largest value."""
@@ -49,11 +47,9 @@ def weighed(shape, first_frame):
 
 def backward(vae, run, x, first_frame):
     """Return the input's gradient, by a loss that weighs each value of the result from a frame on."""
-    x = x.clone() if vae.device.type == "cpu" else runtime.to_jax(x)
-    leaf = x.requires_grad_()
+    leaf = reference.beside(vae, x.clone()).requires_grad_()
     result = run(vae, leaf)
-    weight = weighed(result.shape, first_frame)
-    (result * (runtime.to_jax(weight) if runtime.on_jax(result) else weight)).sum().backward()
+    (result * reference.beside(vae, weighed(result.shape, first_frame))).sum().backward()
     return leaf.grad
 
 
@@ -111,9 +107,7 @@ def of_flax(vae, run, x, first_frame):
 @pytest.mark.slow_cases(but=["torchax encodes two chunks*"])
 def test_gradients_equal_pytorchs(build, levels, run, x, first_frame, anew, devices):
     stock = reference.small_vae(**levels)
-    vae = reference.built(build, stock)
-    if devices > 1:
-        port_to_eight(vae)
+    vae = port(reference.built(build, stock), mesh=make_mesh(1, devices) if devices > 1 else None)
     if anew:
         getattr(vae, "flax_vae", vae).enable_gradient_checkpointing()
     want = backward(stock, run, x, first_frame)
@@ -133,8 +127,10 @@ def test_frozen_weights_get_none_and_where_nothing_is_trained_nothing_is_recorde
     assert not vae.encode(x).latent_dist.mean.requires_grad
     vae.encoder.conv_out.requires_grad_(True)
     vae.encode(x).latent_dist.mean.square().sum().backward()
-    trained = [name for name, weight in vae.named_parameters() if weight.grad is not None]
-    assert trained == ["encoder.conv_out.conv.weight", "encoder.conv_out.conv.bias"]
+    assert [name for name, weight in vae.named_parameters() if weight.grad is not None] == [
+        "encoder.conv_out.conv.weight",
+        "encoder.conv_out.conv.bias",
+    ]
 
 
 def test_only_training_keeps_activations_and_fewer_where_blocks_are_computed_anew(stock):
@@ -215,7 +211,7 @@ def test_slices_of_a_batch_have_their_gradients(stock, vae):
     x = reference.video(1, batch=2)
     vae.train().enable_slicing()
     want = backward(copy.deepcopy(stock), encoded, x, 0)
-    assert relative_error(runtime.to_torch(backward(vae, encoded, x, 0)), want) < RELATIVE
+    assert reference.largest_error(runtime.to_torch(backward(vae, encoded, x, 0)), want) < RELATIVE
 
 
 def test_what_is_on_the_host_stays_the_same_parameters_and_gradients_move_along(stock, vae):
@@ -227,7 +223,7 @@ def test_what_is_on_the_host_stays_the_same_parameters_and_gradients_move_along(
     vae.encode(runtime.to_jax(reference.video(1))).latent_dist.mean.sum().backward()
     want = runtime.to_torch(vae.encoder.conv_out.conv.bias.grad)
     assert torch.equal(vae.to("cpu").encoder.conv_out.conv.bias.grad, want)
-    moved = port_to_eight(vae).to("jax").encoder.conv_out.conv.bias.grad
+    moved = port(vae, mesh=make_mesh(1, 8)).to("jax").encoder.conv_out.conv.bias.grad
     assert runtime.on_jax(moved)
     assert torch.equal(runtime.to_torch(moved), want)
 
@@ -275,9 +271,10 @@ def test_optimizers_and_averages_are_as_in_pytorch(optimizer):
         average.copy_to(weights)
         return [weight.detach() for weight in weights]
 
-    plain = [LATENTS, VIDEO[0, 0, :3]]
-    expected = trained([nn.Parameter(each.clone()) for each in plain])
-    results = trained([nn.Parameter(runtime.to_jax(each)) for each in plain])
+    expected, results = (
+        trained([nn.Parameter(placed(each)) for each in (LATENTS, VIDEO[0, 0, :3])])
+        for placed in (torch.clone, runtime.to_jax)
+    )
     for result, want in zip(results, expected, strict=True):
         assert reference.largest_error(runtime.to_torch(result), want) < 1e-5
 
@@ -299,7 +296,6 @@ def test_gradients_that_torch_composes_are_pytorchs_while_torchax_is_on(function
         return leaf.grad
 
     x = LATENTS[0, :3, 0]
-    expected = gradient(x)
     result = gradient(x.to(on))
     assert runtime.on_jax(result) == (on == "jax")
-    assert reference.largest_error(runtime.to_torch(result), expected) < 1e-6
+    assert reference.largest_error(runtime.to_torch(result), gradient(x)) < 1e-6

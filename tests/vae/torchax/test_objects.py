@@ -19,10 +19,9 @@ from torch import nn
 
 from cogvideox_torchax import AutoencoderKLCogVideoX, make_mesh, port, runtime, upstream
 from cogvideox_torchax.runtime.models import PROGRAMS
-from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
 from tests import reference
 from tests.processes import ROOT, USERS, run_python
-from tests.vae.conftest import Z, decoded, decodes_as, shallow_latents, shallow_stock
+from tests.vae.conftest import Z, check_close, decoded, decodes_as, shallow_latents, shallow_stock
 
 in_each_build = pytest.mark.parametrize("build", ["torchax", "flax"])
 
@@ -63,11 +62,11 @@ def test_a_copy_of_a_part_stays_on_jax(vae):
 def test_nothing_of_a_dropped_model_is_kept_though_a_hook_holds_it(stock):
     vae = reference.on_jax(copy.deepcopy(stock))
     owner = types.SimpleNamespace(vae=vae)
-    see = types.MethodType(lambda self, module, args, output: None, owner)
-    vae.decoder.mid_block.register_forward_hook(see)
+    hook = types.MethodType(lambda self, module, args, output: None, owner)
+    vae.decoder.mid_block.register_forward_hook(hook)
     decoded(vae)
     dropped = weakref.ref(vae)
-    del owner, see, vae
+    del owner, hook, vae
     gc.collect()
     assert dropped() is None
 
@@ -95,12 +94,11 @@ def test_a_thread_that_enabled_nothing_streams_and_runs_one_video_at_a_time(vae,
 
     @torch.no_grad()
     def work():
-        got = torch.cat(list(vae.decode_stream(on_jax[0])), dim=2)
-        assert relative_error(got, reference.decoded(stock, z)) < FLOAT32_RELATIVE
+        check_close(torch.cat(list(vae.decode_stream(on_jax[0])), dim=2), reference.decoded(stock, z))
         moments = [runtime.to_torch(part.parameters) for part in vae.encode_stream(on_jax[1])]
-        assert relative_error(torch.cat(moments, 2), reference.encoded(stock, x)) < FLOAT32_RELATIVE
+        check_close(torch.cat(moments, 2), reference.encoded(stock, x))
         got = vae(on_jax[1], sample_posterior=True, generator=torch.Generator().manual_seed(3)).sample
-        assert relative_error(runtime.to_torch(got), drawn) < FLOAT32_RELATIVE
+        check_close(runtime.to_torch(got), drawn)
 
     with ThreadPoolExecutor(1) as thread:
         thread.submit(work).result()
@@ -205,12 +203,10 @@ def test_a_subclass_is_ported_with_what_it_adds(stock):
 
     louder = Louder.from_config(stock.config)
     louder.load_state_dict(stock.state_dict())
-    vae = reference.on_jax(louder.eval())
-    z = shallow_latents()
-    want = stock.decode(z).sample
+    vae, want = reference.on_jax(louder.eval()), stock.decode(Z).sample
     assert isinstance(vae, Louder)
-    assert relative_error(decoded(vae, z), want * 2) < FLOAT32_RELATIVE
-    assert relative_error(torch.cat(list(vae.decode_stream(z)), dim=2), want) < FLOAT32_RELATIVE
+    check_close(decoded(vae), want * 2)
+    check_close(torch.cat(list(vae.decode_stream(Z)), dim=2), want)
     assert type(port(vae)) is type(vae)
 
 
@@ -228,12 +224,12 @@ def test_what_torch_compile_makes_of_it_is_neither_traced_nor_traced_for(vae):
 
 @pytest.mark.slow
 def test_encoding_meshes_and_flax_hold_it_as_users_run_them():
-    options = ["-o", "addopts=", "-p", "no:xdist", "-p", "no:cacheprovider"]
     tests = (
         "vae/torchax/test_objects.py::test_a_thread_that_enabled_nothing_streams_and_runs_one_video_at_a_time",
         "vae/torchax/test_objects.py::test_a_copy_stays_on_its_mesh_and_a_pickle_leaves_it",
         "vae/nnx/test_autoencoder.py::test_arrays_in_and_arrays_out_equal_diffusers",
     )
     code = "import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
-    done = run_python(code, *options, *(ROOT / "tests" / test for test in tests), **USERS)
+    options = "-o addopts= -p no:xdist -p no:cacheprovider"
+    done = run_python(code, *options.split(), *(ROOT / "tests" / test for test in tests), **USERS)
     assert done.returncode == 0, done.stdout
