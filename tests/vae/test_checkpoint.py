@@ -1,4 +1,3 @@
-import json
 import shutil
 
 import numpy as np
@@ -50,20 +49,30 @@ DTYPES = {
 }
 
 
+in_each_build = pytest.mark.parametrize("build", [AutoencoderKLCogVideoX, FlaxVAEForPipelines])
+
+
+@in_each_build
 @pytest.mark.parametrize(("asked", "dtype"), DTYPES.values(), ids=DTYPES)
-def test_dtype_is_the_one_asked_for_in_both_builds(tmp_path, asked, dtype):
+def test_dtype_is_the_one_asked_for(tmp_path, build, asked, dtype):
     shallow_stock().half().save_pretrained(tmp_path)
-    assert AutoencoderKLCogVideoX.from_pretrained(tmp_path, **asked).dtype == dtype
-    assert FlaxVAEForPipelines.from_pretrained(tmp_path, **asked).dtype == dtype
+    assert build.from_pretrained(tmp_path, **asked).dtype == dtype
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "int8", np.float32, {"vae": torch.bfloat16}], ids=str)
-def test_a_dtype_that_torch_does_not_name_is_refused_in_words(model_directory, dtype):
-    for build in (AutoencoderKLCogVideoX, FlaxVAEForPipelines):
-        with pytest.raises(ValueError, match=r"give a torch dtype such as torch.bfloat16, its name, .auto."):
-            build.from_pretrained(model_directory, dtype=dtype)
-    with pytest.raises(ValueError, match="the Flax build takes float32, bfloat16 or float16"):
-        FlaxVAEForPipelines.from_pretrained(model_directory, dtype="float64")
+@pytest.mark.parametrize(
+    ("build", "dtype", "words"),
+    [
+        *(
+            (build, dtype, "give a torch dtype such as torch.bfloat16, its name, .auto.")
+            for build in (AutoencoderKLCogVideoX, FlaxVAEForPipelines)
+            for dtype in ("bf16", "int8", np.float32, {"vae": torch.bfloat16})
+        ),
+        (FlaxVAEForPipelines, "float64", "the Flax build takes float32, bfloat16 or float16"),
+    ],
+)
+def test_a_dtype_that_a_build_does_not_take_is_refused_in_words(model_directory, build, dtype, words):
+    with pytest.raises(ValueError, match=words):
+        build.from_pretrained(model_directory, dtype=dtype)
 
 
 def _edit_weights(directory, edit):
@@ -73,9 +82,8 @@ def _edit_weights(directory, edit):
 
 
 def _lose_shard(directory):
-    index = {"weight_map": {"a": "diffusion_pytorch_model-00001-of-00002.safetensors"}}
-    (directory / WEIGHTS).unlink()
-    (directory / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+    index = '{"weight_map": {"a": "diffusion_pytorch_model-00001-of-00002.safetensors"}}'
+    (directory / WEIGHTS).rename(directory / f"{WEIGHTS}.index.json").write_text(index)
 
 
 BROKEN = {
@@ -106,7 +114,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("build", [AutoencoderKLCogVideoX, FlaxVAEForPipelines])
+@in_each_build
 @pytest.mark.parametrize(("break_it", "words"), BROKEN.values(), ids=BROKEN)
 def test_a_broken_model_is_named(model_directory, break_it, words, build):
     break_it(model_directory)

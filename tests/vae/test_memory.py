@@ -107,10 +107,9 @@ def test_the_methods_of_tiles_run_in_tiles_though_tiling_is_off(build, shallow_v
 @pytest.mark.slow_cases("torchax")
 def test_auto_chooses_tiles_by_the_free_memory_when_a_size_is_first_run(build, shallow_vae, monkeypatch):
     vae, z = reference.built(build, shallow_vae), reference.latents(1, height=4, width=6)
-    whole = reference.run_decode(vae, z)
-    vae.enable_tiling("auto")
-    free = mock.Mock(return_value=10**12)
+    whole, free = reference.run_decode(vae, z), mock.Mock(return_value=10**12)
     monkeypatch.setattr(memory, "free_memory", free)
+    vae.enable_tiling("auto")
     assert torch.equal(reference.run_decode(vae, z), whole), "all of it fits"
     free.return_value = memory.estimated_bytes(vae, directions.DECODE, 16, 24, 1) // 2
     assert torch.equal(torch.cat(list(vae.decode_stream(z)), 2), whole), "as it was chosen for this size"
@@ -155,8 +154,7 @@ def test_out_of_memory_is_said_once_and_the_rest_comes_in_tiles(vae, monkeypatch
     assert said == [f"out of memory after {at} chunks: going on in tiles of 8 x 12 pixels"]
     tiled = list(vae.decode_stream(z))
     assert [part.shape for part in found] == [part.shape for part in whole]
-    for i, part in enumerate(found):
-        assert torch.equal(part, (whole if i < at else tiled)[i])
+    assert all(map(torch.equal, found, [*whole[:at], *tiled[at:]]))
     assert not torch.equal(whole[-1], tiled[-1])
 
 
