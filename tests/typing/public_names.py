@@ -43,16 +43,16 @@ from cogvideox_torchax.flax import (
 
 
 def port_and_run(pipe: CogVideoXPipeline, video: torch.Tensor) -> None:
-    mesh = make_mesh(dp=1, tp=8)
-    assert_type(mesh, Mesh)
+    mesh = assert_type(make_mesh(dp=1, tp=8), Mesh)
     assert_type(port(pipe, mesh=mesh), CogVideoXPipeline)
     assert_type(load_pipeline("a-directory", mesh=mesh), Any)
     assert_type(load_pipeline("a-directory", pipeline_class=CogVideoXPipeline), CogVideoXPipeline)
     assert_type(save_video(video, "video.mp4", fps=8), None)
     model = describe("a-directory", image=False, clip=False)
     assert_type(check_size(model, *model.size), None)
-    vae = AutoencoderKLCogVideoX.from_pretrained("a-directory", dtype=torch.bfloat16)
-    assert_type(vae, AutoencoderKLCogVideoX)
+    vae = assert_type(
+        AutoencoderKLCogVideoX.from_pretrained("a-directory", dtype=torch.bfloat16), AutoencoderKLCogVideoX
+    )
     vae.place_on(mesh)
     assert_type(vae.encode_stream(video), Iterator[DiagonalGaussianDistribution])
     assert_type(vae.decode_stream(video, output_dtype=torch.uint8), Iterator[torch.Tensor])
@@ -60,8 +60,7 @@ def port_and_run(pipe: CogVideoXPipeline, video: torch.Tensor) -> None:
 
 def data_set(vae: AutoencoderKLCogVideoX, data: bytes) -> None:
     config = ClipConfig("a-directory", buckets=(Bucket(49, 480, 720), Bucket.parse("49x480x720")))
-    latents = EncodeClip(config)(Clip("cat.mp4", "clips/cat.mp4", caption="A cat walks."))
-    assert_type(latents, Latents)
+    latents = assert_type(EncodeClip(config)(Clip("a.mp4", "clips/a.mp4", caption="A cat walks.")), Latents)
     assert_type(save_latents(latents, "cat.safetensors"), None)
     assert_type(load_latents(data), Latents)
     assert_type(DecodeClip(config)(load_latents("cat.safetensors")), torch.Tensor)
@@ -70,11 +69,9 @@ def data_set(vae: AutoencoderKLCogVideoX, data: bytes) -> None:
 
 def flax_build(video: jax.Array, directory: str) -> None:
     assert_type(FlaxAutoencoderKLCogVideoXConfig.from_dict({}), FlaxAutoencoderKLCogVideoXConfig)
-    flax_vae = FlaxAutoencoderKLCogVideoX.from_pretrained(directory)
-    assert_type(flax_vae, FlaxAutoencoderKLCogVideoX)
+    flax_vae = assert_type(FlaxAutoencoderKLCogVideoX.from_pretrained(directory), FlaxAutoencoderKLCogVideoX)
     flax_vae.tiles = TileSettings(latent_height=30, latent_width=45)
-    posterior = flax_vae.encode(video)
-    assert_type(posterior, Posterior)
+    posterior = assert_type(flax_vae.encode(video), Posterior)
     assert_type(flax_vae.decode(posterior.mode()), jax.Array)
     assert_type(flax_vae.decode_stream(video, output_dtype=jnp.uint8), Iterator[jax.Array])
     assert_type(FlaxVAEForPipelines(flax_vae).mesh, Mesh | None)
@@ -85,8 +82,7 @@ def kernels(x: jax.Array, kernel: jax.Array, vector: jax.Array) -> None:
     y, cache = jax_kernels.conv3d(x, kernel, vector, None, implementation="summed")
     assert_type(y, jax.Array)
     assert_type(cache, jax.Array | None)
-    norm = jax_kernels.NormParams(vector, vector)
-    moments = jax_kernels.ColumnMoments(x, x)
+    norm, moments = jax_kernels.NormParams(vector, vector), jax_kernels.ColumnMoments(x, x)
     assert_type(
         jax_kernels.norm_conv3d(x, norm, kernel, vector, moments=moments, num_groups=8),
         tuple[jax.Array, jax.Array | None, jax_kernels.ColumnMoments | None],
