@@ -46,16 +46,15 @@ def test_collectives_are_counted_with_their_bytes_and_their_largest_result():
 VIDEO = "--frames 17 --height 512 --width 768"
 
 
-def plan_of(*arguments: object):
-    """Return the plan that a command writes into the current directory."""
-    assert main(["plan", *map(str, arguments), "-o", "plan.json"]) == 0
+def plan_of(words: str):
+    """Return the plan that a command of these words writes into the current directory."""
+    assert main(["plan", *words.split(), "-o", "plan.json"]) == 0
     return json.loads(Path("plan.json").read_text())
 
 
 @pytest.mark.usefixtures("in_an_empty_directory")
 def test_a_plan_for_a_tpu_without_one():
-    size = ("--frames", 1, "--height", 16, "--width", 24)
-    document = plan_of("--model", DEMO_MODEL, *size, "--encode", "--save-hlo", "hlo")
+    document = plan_of(f"--model {DEMO_MODEL} --frames 1 --height 16 --width 24 --encode --save-hlo hlo")
     (program,), chip = document["programs"], chips.CHIPS["v6e"]
     floor = max(program["flops"] / chip.flops, program["bytes_accessed"] / chip.bandwidth)
     # All arrays of so small a model are in VMEM, where the floor counts bytes and the estimate does not.
@@ -77,8 +76,7 @@ def test_two_processes_plan_at_once():
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_an_empty_directory")
 def test_a_plan_for_this_machine(capsys):
-    arguments = ("--model", DEMO_MODEL, "--frames", 1, "--height", 40, "--width", 32)
-    document = plan_of(*arguments, "--platform", "cpu", "--tp", 2, "--json")
+    document = plan_of(f"--model {DEMO_MODEL} --frames 1 --height 40 --width 32 --platform cpu --tp 2 --json")
     assert json.loads(capsys.readouterr().out) == document
     (program,) = document["programs"]
     assert (document["summary"]["chunks"], document["counts"], program["flops"] > 0) == (1, [1], True)
@@ -99,9 +97,9 @@ def test_a_plan_for_this_machine(capsys):
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_an_empty_directory")
 def test_the_other_backends_are_planned_too(model_directory, backend, kind, tp):
-    options = ("--platform", "cpu", "--dtype", "float32", "--frames", 9, "--height", 16, "--width", 16)
-    options += ("--tp", tp, *["--encode"] * (kind == "encode"), "--model", model_directory)
-    ours, theirs = (plan_of(*options, "--backend", name)["programs"] for name in ("torchax", backend))
+    words = f"--model {model_directory} --platform cpu --dtype float32 --frames 9 --height 16 --width 16"
+    more = f"{words} --tp {tp} {'--encode' * (kind == 'encode')} --backend"
+    ours, theirs = (plan_of(f"{more} {name}")["programs"] for name in ("torchax", backend))
     assert [program["name"] for program in theirs] == [program["name"] for program in ours]
     for got, want in zip(theirs, ours, strict=True):
         assert got["frames"] == want["frames"]
@@ -154,8 +152,7 @@ def test_a_gpu_that_is_not_there_is_planned_for_without_a_floor(monkeypatch):
     # A GPU's compiler counts no work.
     compiled = mock.Mock(wraps=jax.jit(jnp.sin).lower(1.0).compile(), **{"cost_analysis.return_value": None})
     monkeypatch.setattr(programs, "compile_afresh", lambda lowered: compiled)
-    size = ("--frames", 1, "--height", 16, "--width", 16)
-    summary = plan_of("--model", DEMO_MODEL, "--topology", "l4", *size)["summary"]
+    summary = plan_of(f"--model {DEMO_MODEL} --topology l4 --frames 1 --height 16 --width 16")["summary"]
     assert "core_count: 58 fpus_per_core: 128 " in asked.call_args.kwargs["target_config"]
     assert summary.keys() & {"floor_s", "estimate_s", "not_counted", "fits"} == {"not_counted", "fits"}
     assert summary["memory_of_a_chip_GiB"] == 24e9 / 2**30 > summary["peak_memory_GiB"] > 0
@@ -172,8 +169,7 @@ def test_a_gpu_that_is_not_there_is_planned_for_without_a_floor(monkeypatch):
     ],
 )
 def test_a_compiler_that_is_not_installed_is_named(topology, words, monkeypatch, refused):
-    there = {"jaxlib": "1", "jax-cuda13-plugin": "1"}
-    monkeypatch.setattr(chips, "installed", there.get)
+    monkeypatch.setattr(chips, "installed", {"jaxlib": "1", "jax-cuda13-plugin": "1"}.get)
     assert words in refused("plan", "--topology", topology, main=main)
 
 

@@ -19,13 +19,13 @@ from tests.benchmarks.test_plan import plan_of
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
 SMALL = {**small_pipelines.TRANSFORMER, "use_rotary_positional_embeddings": True, "num_layers": 2}
-SMALL_TEXT = {**networks.TEXT_ENCODER, "vocab_size": 64, "d_model": 32, "d_kv": 4, "d_ff": 64}
+SMALL_TEXT = {"vocab_size": 64, "d_model": 32, "d_kv": 4, "d_ff": 64, "num_heads": 8, "num_layers": 3}
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch, in_an_empty_directory):
     monkeypatch.setitem(networks.TRANSFORMERS, "5b", SMALL)
-    monkeypatch.setattr(networks, "TEXT_ENCODER", {**SMALL_TEXT, "num_heads": 8, "num_layers": 3})
+    monkeypatch.setattr(networks, "TEXT_ENCODER", networks.TEXT_ENCODER | SMALL_TEXT)
 
 
 def test_a_step_is_planned_whole_with_the_work_that_pytorch_counts():
@@ -53,28 +53,24 @@ def test_a_plan_of_a_prompt_is_of_the_models_own_text_encoder(tmp_path):
     assert networks.weight_bytes(work) < 1e6, "its own width"
 
 
-SIZE = ("--frames", "9", "--height", "32", "--width", "64")
-
-
-def planned(network, *more):
-    """Return the plan of a network on the CPU, by the command line."""
-    return plan_of("--network", network, "--platform", "cpu", "--dtype", "float32", *more)
+SIZE = "--frames 9 --height 32 --width 64"
+ON_CPU = "--platform cpu --dtype float32"
 
 
 def test_a_plan_on_the_command_line():
-    found = planned("step", *SIZE, "--dp", "2", "--tp", "4")
+    found = plan_of(f"--network step {ON_CPU} {SIZE} --dp 2 --tp 4")
     assert found["summary"]["network"].startswith("step, 2 layers")
     assert found["summary"]["parallel"] == "context over tp, weights whole (tp=4 divides 8 heads)"
     assert found["programs"][0]["collectives"]["all-to-all"]["count"] > 0
-    assert planned("prompt")["summary"]["network"].startswith("prompt, 3 layers")
+    assert plan_of(f"--network prompt {ON_CPU}")["summary"]["network"].startswith("prompt, 3 layers")
 
 
 CACHES = {
     # Of 50 steps, how many are of each kind, the full one first; arrays (N, S, C) that are kept.
-    "first-block:0.1": (["--skips", "20"], "30 in full, 20 of skipping step 1", 2),
-    "pab": ([], "33 in full, 17 of skipping step 1", 2),
-    "fastercache": ([], "24 in full, 13 of skipping step 1, 13 of skipping step 2", None),
-    "taylorseer:5": ([], "13 in full, 37 of skipping step 1", None),
+    "first-block:0.1": ("--skips 20", "30 in full, 20 of skipping step 1", 2),
+    "pab": ("", "33 in full, 17 of skipping step 1", 2),
+    "fastercache": ("", "24 in full, 13 of skipping step 1, 13 of skipping step 2", None),
+    "taylorseer:5": ("", "13 in full, 37 of skipping step 1", None),
 }
 
 
@@ -83,7 +79,7 @@ CACHES = {
 )
 @pytest.mark.slow_cases(but=["pab"])
 def test_a_plan_of_a_cache_counts_its_steps_and_what_it_keeps(cache, more, counts, arrays):
-    document = planned("step", *SIZE, "--cache", cache, *more)
+    document = plan_of(f"--network step {ON_CPU} {SIZE} --cache {cache} {more}")
     assert document["summary"]["steps"] == counts
     full, *skipping = document["programs"]
     assert all(program["flops"] < full["flops"] for program in skipping)
@@ -106,26 +102,25 @@ def test_the_published_transformers_have_their_published_sizes(monkeypatch):
 def test_a_step_of_an_unknown_transformer_costs_what_the_known_one_of_its_sizes_costs(tmp_path):
     """Its class is named by the pipeline's index; its attention is the kernel too."""
     known = small_pipelines.transformer("5b", num_layers=1)
-    model = ConsisIDTransformer3DModel.from_config({**known.config})
-    model.save_pretrained(tmp_path / "transformer")
+    ConsisIDTransformer3DModel.from_config({**known.config}).save_pretrained(tmp_path / "transformer")
     index = {"_class_name": "ConsisIDPipeline", "transformer": ["diffusers", "ConsisIDTransformer3DModel"]}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
-    size = {"frames": 3, "height": 4, "width": 8}
     known.save_pretrained(tmp_path / "known" / "transformer")
-    mesh = make_mesh(1, 1, devices=jax.devices()[:1])
-    unknown, known = (
-        networks.step_work(str(each), torch.bfloat16, mesh, None, **size)
-        for each in (tmp_path, tmp_path / "known")
-    )
+
+    def work_of(directory, **cache):
+        about = (torch.bfloat16, make_mesh(1, 1, devices=jax.devices()[:1]), None)
+        return networks.step_work(str(directory), *about, frames=3, height=4, width=8, **cache)
+
+    unknown, known = work_of(tmp_path), work_of(tmp_path / "known")
     assert unknown.flops == pytest.approx(known.flops, rel=0.1)
     assert unknown.about["parallel"] == "batch over dp, weights whole, tokens not split"
     with pytest.raises(chips.PlanError, match="got --cache for a ConsisIDTransformer3DModel"):
-        networks.step_work(str(tmp_path), torch.float32, mesh, None, **size, cache="pab")
+        work_of(tmp_path, cache="pab")
     (tmp_path / "model_index.json").write_text(json.dumps({"transformer": ["not_there", "Some"]}))
     with pytest.raises(
         chips.PlanError, match="a transformer of class Some, which cannot be imported from not_there"
     ):
-        networks.step_work(str(tmp_path), torch.float32, mesh, None, **size)
+        work_of(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -133,15 +128,13 @@ def whole_plan(tmp_path_factory):
     """Save a pipeline; return a function that plans it for chips of so many bytes: CPUs are its slices."""
     directory = tmp_path_factory.mktemp("pipeline")
     small_pipelines.one_layer().save_pretrained(directory)
-    options = ("--pipeline", str(directory), "--dtype", "float32", *SIZE, "-o", str(directory / "plan.json"))
+    options = f"--pipeline {directory} --dtype float32 {SIZE} -o {directory / 'plan.json'}"
 
     def devices_of(slice_name, **_):
         # A larger slice than there are CPUs takes them twice: nothing is compiled for it.
         return (2 * jax.devices())[: math.prod(map(int, slice_name[4:].split("x")))]
 
-    compiled = {}
-
-    compile_program = programs.compile_program
+    compiled, compile_program = {}, programs.compile_program
 
     def compile_once(work, mesh, chip=None):
         """Compile a program for one device; on a mesh each device has a share of its temporaries."""
@@ -155,7 +148,7 @@ def whole_plan(tmp_path_factory):
             patch.setattr(chips, "topology_devices", devices_of)
             patch.setattr(programs, "compile_program", compile_once)
             patch.setitem(chips.CHIPS, "v6e", chips.Chip(1e12, 1e12, memory, 1e9))
-            assert main(["plan", *options, *more]) == 0
+            assert main(["plan", *options.split(), *more]) == 0
         return json.loads((directory / "plan.json").read_text())
 
     return whole_plan
@@ -201,11 +194,11 @@ def test_a_pipeline_that_does_not_fit_is_told_what_fits(whole_plan):
 
 
 def test_weights_in_int8_are_planned_as_they_run():
-    def of_networks(*more):
-        request = requests.requested(command.parsed(["--pipeline", "5b", "--platform", "cpu", *SIZE, *more]))
-        return [(networks.weight_bytes(work), work.flops) for work in request.works[:2]]
+    def of_networks(weights=""):
+        args = command.parsed(f"--pipeline 5b --platform cpu {SIZE} {weights}".split())
+        return [(networks.weight_bytes(work), work.flops) for work in requests.requested(args).works[:2]]
 
-    whole, int8 = of_networks(), of_networks("--weights", "int8")
+    whole, int8 = of_networks(), of_networks("--weights int8")
     for (whole_bytes, whole_flops), (int8_bytes, int8_flops) in zip(whole, int8, strict=True):
         assert 0.5 < int8_bytes / whole_bytes < 0.75, "half of bfloat16's, and embeddings, norms and scales"
         assert int8_flops == whole_flops
@@ -214,8 +207,7 @@ def test_weights_in_int8_are_planned_as_they_run():
 @pytest.mark.slow
 def test_a_training_step_takes_both_gradients_and_what_the_optimizer_keeps(monkeypatch):
     monkeypatch.setitem(videos.CONFIGS, "5b", {**reference.SMALL, **reference.TWO_SHALLOW_LEVELS})
-    words = "--network train-step --platform cpu --dtype float32 --frames 1 --height 8 --width 8"
-    found = plan_of(*words.split())
+    found = plan_of(f"--network train-step {ON_CPU} --frames 1 --height 8 --width 8")
     assert [program["name"] for program in found["programs"]] == ["train encode", "train decode"]
     weights = videos.weight_bytes(videos.weightless_vae("5b", torch.float32))
     summary = {name: size * 2**30 for name, size in found["summary"].items() if "GiB" in name}

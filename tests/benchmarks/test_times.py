@@ -44,12 +44,9 @@ ENTRY %main (x: bf16[8,8]) -> bf16[8,8] {
 """
 
 
-GIB_A_SECOND = 0.87 * chips.CHIPS["v6e"].bandwidth
-"""Bytes a second that moves reach."""
-
-
 def test_products_count_by_the_compilers_cycles_and_what_only_moves_by_bytes():
-    tile = 8 * 128 * 2 / GIB_A_SECOND  # seconds of 8 x 128 numbers in bfloat16, to which arrays are padded
+    # Seconds in which 8 x 128 numbers in bfloat16 move, to which arrays are padded.
+    tile = 8 * 128 * 2 / (0.87 * chips.CHIPS["v6e"].bandwidth)
     times = programs.instruction_times(list(hlo.instructions(HLO)), chips.CHIPS["v6e"], {})
     assert times.pop("f") == (programs.PRODUCTS, 100 / chips.CHIPS["v6e"].clock)
     assert {name: seconds / tile for name, (_kind, seconds) in times.items()} == pytest.approx(
