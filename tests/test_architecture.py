@@ -16,9 +16,7 @@ from pathlib import Path
 
 import pytest
 
-import jax_kernels
 from cogvideox_torchax import port
-from cogvideox_torchax.pipelines.sequence import Sequence
 from tests import reference, small_pipelines
 from tests.processes import ROOT
 
@@ -206,77 +204,92 @@ def test_kernels_and_runtime_have_no_circle(package, name_of, first, closing):
         in_order(package, modules, name_of)
 
 
-MUTATIONS = {
-    "a kernel that imports torch": (
-        "jax_kernels.conv3d.op",
-        "import torch",
-        "a kernel imports torch",
-    ),
-    "a kernel that knows the model": (
-        "jax_kernels.common.tiles",
-        "from cogvideox_torchax.vae import chunks",
-        "jax_kernels/common imports cogvideox_torchax.vae.chunks, of a level",
-    ),
-    "a climb": (
-        "cogvideox_torchax.vae.chunks",
-        "from cogvideox_torchax.cli import common",
-        "vae imports cogvideox_torchax.cli.common, of a level that is not above its own",
-    ),
-    "a climb inside a function": (
-        "cogvideox_torchax.arrays.values",
-        "def f():\n    from cogvideox_torchax.sharding import spread",
-        "arrays imports cogvideox_torchax.sharding, of a level",
-    ),
-    "a climb through a public name": (
-        "cogvideox_torchax.files.video",
-        "from cogvideox_torchax import make_mesh",
-        "files imports cogvideox_torchax.sharding, of a level",
-    ),
-    "two parts of one level, which could close a circle": (
-        "cogvideox_torchax.verify.compare",
-        "import cogvideox_torchax.dataset.clip",
-        "verify imports cogvideox_torchax.dataset.clip, of a level",
-    ),
-    "the command line in the laboratory": (
-        "benchmarks.plan.command",
-        "def f():\n    from cogvideox_torchax import cli",
-        "benchmarks imports cogvideox_torchax.cli, of a level",
-    ),
-    "a private name of another part": (
-        "cogvideox_torchax.cli.common",
-        "from cogvideox_torchax.runtime.weights import _put",
-        "cogvideox_torchax.runtime.weights._put is private",
-    ),
-    "torchax outside of its part": (
-        "cogvideox_torchax.vae.checks",
-        "def f():\n    import torchax.interop",
-        "torchax is imported by cogvideox_torchax.runtime alone",
-    ),
-    "Flax outside of its parts": (
-        "cogvideox_torchax.sharding.mesh",
-        "from flax import nnx",
-        "flax is imported by cogvideox_torchax.vae.nnx and benchmarks.wan_vae alone",
-    ),
-    "PyAV outside of its module": (
-        "cogvideox_torchax.files.reports",
-        "import av",
-        "av is imported by cogvideox_torchax.files.video alone",
-    ),
-    "the laboratory in the wheel": (
-        "cogvideox_torchax.cli.verify",
-        "def f():\n    from benchmarks import runs",
-        "benchmarks is not in the wheel",
-    ),
-    "a part that nobody has placed": ("cogvideox_torchax.batch.clips", None, "no level for its part"),
-    "a file without its first line": (
-        "cogvideox_torchax.vae.new",
-        None,
-        "its first line does not say what it is",
-    ),
-}
-
-
-@pytest.mark.parametrize(("module", "added", "words"), MUTATIONS.values(), ids=MUTATIONS)
+@pytest.mark.parametrize(
+    ("module", "added", "words"),
+    [
+        pytest.param(
+            "jax_kernels.conv3d.op",
+            "import torch",
+            "a kernel imports torch",
+            id="a kernel that imports torch",
+        ),
+        pytest.param(
+            "jax_kernels.common.tiles",
+            "from cogvideox_torchax.vae import chunks",
+            "jax_kernels/common imports cogvideox_torchax.vae.chunks, of a level",
+            id="a kernel that knows the model",
+        ),
+        pytest.param(
+            "cogvideox_torchax.vae.chunks",
+            "from cogvideox_torchax.cli import common",
+            "vae imports cogvideox_torchax.cli.common, of a level that is not above its own",
+            id="a climb",
+        ),
+        pytest.param(
+            "cogvideox_torchax.arrays.values",
+            "def f():\n    from cogvideox_torchax.sharding import spread",
+            "arrays imports cogvideox_torchax.sharding, of a level",
+            id="a climb inside a function",
+        ),
+        pytest.param(
+            "cogvideox_torchax.files.video",
+            "from cogvideox_torchax import make_mesh",
+            "files imports cogvideox_torchax.sharding, of a level",
+            id="a climb through a public name",
+        ),
+        pytest.param(
+            "cogvideox_torchax.verify.compare",
+            "import cogvideox_torchax.dataset.clip",
+            "verify imports cogvideox_torchax.dataset.clip, of a level",
+            id="two parts of one level, which could close a circle",
+        ),
+        pytest.param(
+            "benchmarks.plan.command",
+            "def f():\n    from cogvideox_torchax import cli",
+            "benchmarks imports cogvideox_torchax.cli, of a level",
+            id="the command line in the laboratory",
+        ),
+        pytest.param(
+            "cogvideox_torchax.cli.common",
+            "from cogvideox_torchax.runtime.weights import _put",
+            "cogvideox_torchax.runtime.weights._put is private",
+            id="a private name of another part",
+        ),
+        pytest.param(
+            "cogvideox_torchax.vae.checks",
+            "def f():\n    import torchax.interop",
+            "torchax is imported by cogvideox_torchax.runtime alone",
+            id="torchax outside of its part",
+        ),
+        pytest.param(
+            "cogvideox_torchax.sharding.mesh",
+            "from flax import nnx",
+            "flax is imported by cogvideox_torchax.vae.nnx and benchmarks.wan_vae alone",
+            id="Flax outside of its parts",
+        ),
+        pytest.param(
+            "cogvideox_torchax.files.reports",
+            "import av",
+            "av is imported by cogvideox_torchax.files.video alone",
+            id="PyAV outside of its module",
+        ),
+        pytest.param(
+            "cogvideox_torchax.cli.verify",
+            "def f():\n    from benchmarks import runs",
+            "benchmarks is not in the wheel",
+            id="the laboratory in the wheel",
+        ),
+        pytest.param(
+            "cogvideox_torchax.batch.clips", None, "no level for its part", id="a part that nobody has placed"
+        ),
+        pytest.param(
+            "cogvideox_torchax.vae.new",
+            None,
+            "its first line does not say what it is",
+            id="a file without its first line",
+        ),
+    ],
+)
 def test_what_breaks_a_rule_is_named(module, added, words):
     modules = sources()
     modules[module] = "x = 1" if added is None else f"{modules[module]}\n{added}\n"
@@ -340,13 +353,13 @@ def drawn(heading):
 
 
 def decode(monkeypatch):
-    monkeypatch.setattr(jax_kernels, "norm_conv3d", reach)
+    monkeypatch.setattr("jax_kernels.norm_conv3d", reach)
     vae = reference.on_jax(port(reference.small_vae(**reference.TWO_SHALLOW_LEVELS)))
     vae.decode(reference.latents(3).to("jax"))
 
 
 def denoise(monkeypatch):
-    monkeypatch.setattr(Sequence, "from_placement", reach)
+    monkeypatch.setattr("cogvideox_torchax.pipelines.sequence.Sequence.from_placement", reach)
     size = {"height": small_pipelines.HEIGHT, "width": small_pipelines.WIDTH, "num_frames": 5}
     port(small_pipelines.build())("a cat", num_inference_steps=1, **size)
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 import torchax
 
-from cogvideox_torchax import AutoencoderKLCogVideoX, runtime, upstream
+from cogvideox_torchax import AutoencoderKLCogVideoX, runtime, terminal, upstream
 from cogvideox_torchax.pipelines import call, layers, networks, port, transformer
 from cogvideox_torchax.runtime.device import import_torchax
-from cogvideox_torchax.terminal import CompileClock
 from cogvideox_torchax.vae.torchax.modules import PORTED
 
 # What upstream.py takes
@@ -62,47 +61,53 @@ def test_a_pipeline_asks_one_method_for_its_rotary_tables(kind):
 
 
 def test_jax_says_how_long_it_traces_lowers_and_compiles():
-    watch = CompileClock()
+    watch = terminal.CompileClock()
     jax.jit(lambda x: x * 5 + 3)(2.0)
     heard = {event for event, *_ in watch.spans}
     assert heard >= {*upstream.TRACING_EVENTS, *upstream.COMPILING_EVENTS}, "jax.monitoring has other names"
 
 
-TAKEN_AWAY = {
-    "torch's stack of modes": (
-        "torch.overrides._get_current_function_mode_stack",
-        upstream.torchax_is_on,
-        "torch .* has no torch.overrides._get_current_function_mode_stack any more: install torch==",
-    ),
-    "torchax's mode": (
-        "torchax.tensor.XLAFunctionMode",
-        upstream.torchax_is_on,
-        "torchax .* has no torchax.tensor.XLAFunctionMode any more: install torchax==",
-    ),
-    "torchax's assignment": (
-        "torchax.tensor.Tensor.apply_jax_",
-        lambda: upstream.replace_array(runtime.to_jax(torch.ones(1)), abs),
-        "torchax .* has no Tensor.apply_jax_ any more",
-    ),
-    "JAX's tracer": (
-        "jax.core.Tracer",
-        lambda: upstream.is_traced(1),
-        "jax .* has no jax.core.Tracer any more: install jax==",
-    ),
-    "JAX's state of tracing": (
-        "jax._src.core.trace_state_clean",
-        upstream.is_tracing,
-        "jax .* has no jax._src.core.trace_state_clean any more: install jax==",
-    ),
-    "diffusers' registry of blocks": (
-        "diffusers.hooks._helpers.TransformerBlockRegistry",
-        lambda: upstream.register_block(type("Block", (), {})),
-        "diffusers .* has no diffusers.hooks._helpers.TransformerBlockRegistry any more",
-    ),
-}
-
-
-@pytest.mark.parametrize(("where", "use", "words"), TAKEN_AWAY.values(), ids=TAKEN_AWAY)
+@pytest.mark.parametrize(
+    ("where", "use", "words"),
+    [
+        pytest.param(
+            "torch.overrides._get_current_function_mode_stack",
+            upstream.torchax_is_on,
+            "torch .* has no torch.overrides._get_current_function_mode_stack any more: install torch==",
+            id="torch's stack of modes",
+        ),
+        pytest.param(
+            "torchax.tensor.XLAFunctionMode",
+            upstream.torchax_is_on,
+            "torchax .* has no torchax.tensor.XLAFunctionMode any more: install torchax==",
+            id="torchax's mode",
+        ),
+        pytest.param(
+            "torchax.tensor.Tensor.apply_jax_",
+            lambda: upstream.replace_array(runtime.to_jax(torch.ones(1)), abs),
+            "torchax .* has no Tensor.apply_jax_ any more",
+            id="torchax's assignment",
+        ),
+        pytest.param(
+            "jax.core.Tracer",
+            lambda: upstream.is_traced(1),
+            "jax .* has no jax.core.Tracer any more: install jax==",
+            id="JAX's tracer",
+        ),
+        pytest.param(
+            "jax._src.core.trace_state_clean",
+            upstream.is_tracing,
+            "jax .* has no jax._src.core.trace_state_clean any more: install jax==",
+            id="JAX's state of tracing",
+        ),
+        pytest.param(
+            "diffusers.hooks._helpers.TransformerBlockRegistry",
+            lambda: upstream.register_block(type("Block", (), {})),
+            "diffusers .* has no diffusers.hooks._helpers.TransformerBlockRegistry any more",
+            id="diffusers' registry of blocks",
+        ),
+    ],
+)
 def test_what_a_release_takes_away_is_named_with_the_release_that_has_it(monkeypatch, where, use, words):
     monkeypatch.delattr(where)
     with pytest.raises(ImportError, match=words):

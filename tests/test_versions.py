@@ -17,26 +17,28 @@ def test_tested_is_from_what_is_pinned_to_the_newest_of_the_matrix():
 
 TORCH = versions.Tested("2.11.0", "2.13.0")
 NIGHTLY = versions.Tested("0.0.14.dev20261026", "0.0.14.dev20261026")
-HELD = {
-    "the oldest": (TORCH, "2.11.0", True),
-    "one between": (TORCH, "2.12.3", True),
-    "the newest": (TORCH, "2.13.0", True),
-    "the newest, for a device": (TORCH, "2.13.0+cu130", True),
-    "a patch of the newest": (TORCH, "2.13.4", False),
-    "one before the oldest": (TORCH, "2.10.9", False),
-    "a candidate of the oldest": (TORCH, "2.11.0rc1", False),
-    "the next": (TORCH, "2.14.0", False),
-    "a development build of the next": (TORCH, "2.14.0.dev20261101", False),
-    "the next major one": (TORCH, "3.13.0", False),
-    "the tested development build": (NIGHTLY, "0.0.14.dev20261026", True),
-    "an earlier development build": (NIGHTLY, "0.0.14.dev20260901", False),
-    "a later development build": (NIGHTLY, "0.0.14.dev20261130", False),
-    "the release that it leads to": (NIGHTLY, "0.0.14", False),
-    "the next release, still of 0.0": (NIGHTLY, "0.0.15", False),
-}
 
 
-@pytest.mark.parametrize(("tested", "version", "holds"), HELD.values(), ids=HELD)
+@pytest.mark.parametrize(
+    ("tested", "version", "holds"),
+    [
+        pytest.param(TORCH, "2.11.0", True, id="the oldest"),
+        pytest.param(TORCH, "2.12.3", True, id="one between"),
+        pytest.param(TORCH, "2.13.0", True, id="the newest"),
+        pytest.param(TORCH, "2.13.0+cu130", True, id="the newest, for a device"),
+        pytest.param(TORCH, "2.13.4", False, id="a patch of the newest"),
+        pytest.param(TORCH, "2.10.9", False, id="one before the oldest"),
+        pytest.param(TORCH, "2.11.0rc1", False, id="a candidate of the oldest"),
+        pytest.param(TORCH, "2.14.0", False, id="the next"),
+        pytest.param(TORCH, "2.14.0.dev20261101", False, id="a development build of the next"),
+        pytest.param(TORCH, "3.13.0", False, id="the next major one"),
+        pytest.param(NIGHTLY, "0.0.14.dev20261026", True, id="the tested development build"),
+        pytest.param(NIGHTLY, "0.0.14.dev20260901", False, id="an earlier development build"),
+        pytest.param(NIGHTLY, "0.0.14.dev20261130", False, id="a later development build"),
+        pytest.param(NIGHTLY, "0.0.14", False, id="the release that it leads to"),
+        pytest.param(NIGHTLY, "0.0.15", False, id="the next release, still of 0.0"),
+    ],
+)
 def test_a_range_holds(tested, version, holds):
     assert tested.holds(version) is holds
 

@@ -1,23 +1,19 @@
 """Plans of the VAE: for a real TPU topology, for a GPU that is not there, and for this machine's CPU."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import pytest
 import torch
-from jax.experimental import topologies
 
 from benchmarks.__main__ import main
 from benchmarks.pages import DEMO_MODEL, FORMAT
 from benchmarks.plan import advice, chips, command, hlo, programs, requests, videos
 from jax_kernels.attention.xla import cudnn_supports
+from tests.processes import printed_by
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
@@ -66,11 +62,10 @@ def test_a_plan_for_a_tpu_without_one():
 
 
 @pytest.mark.slow
-def test_two_processes_plan_at_once():
+def test_two_processes_plan_at_once(monkeypatch):
     chips.topology_devices("v6e:1x1")  # libtpu is this process's from here on
-    environment = {name: value for name, value in os.environ.items() if name != "ALLOW_MULTIPLE_LIBTPU_LOAD"}
-    other = "from benchmarks.plan import chips; chips.topology_devices('v6e:1x1')"
-    subprocess.run([sys.executable, "-c", other], env=environment, check=True, timeout=120)
+    monkeypatch.delenv("ALLOW_MULTIPLE_LIBTPU_LOAD", raising=False)
+    printed_by("from benchmarks.plan import chips; chips.topology_devices('v6e:1x1')")
 
 
 @pytest.mark.slow
@@ -118,7 +113,7 @@ def test_a_video_that_does_not_fit_is_told_what_fits(model_directory, monkeypatc
         """Take two bytes a pixel of the first chunk, one of a later one, split over the devices."""
         (_n, _c, _t, height, width), _dtype = work.structs.args[0]
         pixels = height * width * vae.spatial_compression_ratio**2
-        return SimpleNamespace(peak_bytes=weights + (1 + (work.name == "first")) * pixels // mesh.size)
+        return mock.Mock(peak_bytes=weights + (1 + (work.name == "first")) * pixels // mesh.size)
 
     slices = {"1x1": 1, "1x2": 2, "2x2": 4, "2x2x1": 4}
     monkeypatch.setattr(programs, "compile_program", compiled)
@@ -147,7 +142,7 @@ def test_a_video_that_does_not_fit_is_told_what_fits(model_directory, monkeypatc
 @pytest.mark.usefixtures("in_an_empty_directory")
 def test_a_gpu_that_is_not_there_is_planned_for_without_a_floor(monkeypatch):
     asked = mock.Mock(return_value=mock.Mock(devices=jax.devices("cpu")[:1]))
-    monkeypatch.setattr(topologies, "get_topology_desc", asked)
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", asked)
     monkeypatch.setattr(chips, "installed", lambda package: "1.0")
     # A GPU's compiler counts no work.
     compiled = mock.Mock(wraps=jax.jit(jnp.sin).lower(1.0).compile(), **{"cost_analysis.return_value": None})

@@ -4,7 +4,6 @@ import json
 import re
 import sys
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -424,7 +423,9 @@ def test_the_port_is_estimated_on_the_host_for_the_topology_of_its_devices(run):
 
 
 @pytest.mark.usefixtures("two_kernels", "a_compiler", "in_an_empty_directory")
-def test_a_quick_run_has_small_jobs_of_the_port_alone_and_says_where_its_result_goes(monkeypatch, capsys):
+def test_a_quick_run_has_small_jobs_of_the_port_alone_and_says_where_its_result_goes(
+    monkeypatch, tmp_path, capsys
+):
     def answer(do, case, environment):
         if do == "estimate":
             return {"status": "ok", "seconds": {"later": 0.25}}
@@ -444,7 +445,7 @@ def test_a_quick_run_has_small_jobs_of_the_port_alone_and_says_where_its_result_
     assert ["estimate" in each for each in found["results"]] == [True, False, True, True]
     assert "published" not in found
     assert "attach out/device-quick/device.json to a new issue" in said
-    assert json.loads(Path("out/device-quick/device.json").read_text()) == found
+    assert json.loads((tmp_path / "out/device-quick/device.json").read_text()) == found
 
 
 @pytest.mark.usefixtures("two_kernels", "a_compiler")

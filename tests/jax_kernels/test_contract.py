@@ -330,32 +330,32 @@ def test_float32_is_the_reference(name, way):
         assert reference.largest_error(got, want) < 1e-5
 
 
-OF_EVERY_LENGTH = [
-    *(
-        (name, ((2, frames, 4, width, 16), KERNEL_2D, V), {option: in_time, "first_frame_alone": alone})
-        for name, option in {"upsample": "expand_time", "downsample": "compress_time"}.items()
-        for frames, width in ((1, 6), (2, 7), (3, 7), (4, 6))
-        for in_time, alone in itertools.product((False, True), repeat=2)
-        if name == "upsample" or not in_time or (frames - alone) % 2 == 0  # pairs alone become one
-    ),
-    # Latent frames to frames, as they meet in the decoder: a first batch of 1 to 3 latents, after 0 to 2
-    # doublings.
-    *(
-        (
-            "spatial_norm",
-            ((2, frames, 3 * scale, 5 * scale, 16), (2, latent_frames, 3, 5, 4), *SPATIAL),
-            GROUPS | {"activation": activation, "first_frame_alone": frames % 2 == 1},
-        )
-        for scale, activation, lengths in (
-            (1, None, [(1, 1), (3, 9)]),
-            (8, "silu", [(1, 1), (2, 2), (2, 4), (2, 8), (3, 3), (3, 5), (3, 9)]),
-        )
-        for latent_frames, frames in lengths
-    ),
-]
-
-
-@pytest.mark.parametrize(("name", "shapes", "options"), OF_EVERY_LENGTH)
+@pytest.mark.parametrize(
+    ("name", "shapes", "options"),
+    [
+        *(
+            (name, ((2, frames, 4, width, 16), KERNEL_2D, V), {option: in_time, "first_frame_alone": alone})
+            for name, option in {"upsample": "expand_time", "downsample": "compress_time"}.items()
+            for frames, width in ((1, 6), (2, 7), (3, 7), (4, 6))
+            for in_time, alone in itertools.product((False, True), repeat=2)
+            if name == "upsample" or not in_time or (frames - alone) % 2 == 0  # pairs alone become one
+        ),
+        # Latent frames to frames, as they meet in the decoder: a first batch of 1 to 3 latents, after 0 to 2
+        # doublings.
+        *(
+            (
+                "spatial_norm",
+                ((2, frames, 3 * scale, 5 * scale, 16), (2, latent_frames, 3, 5, 4), *SPATIAL),
+                GROUPS | {"activation": activation, "first_frame_alone": frames % 2 == 1},
+            )
+            for scale, activation, lengths in (
+                (1, None, [(1, 1), (3, 9)]),
+                (8, "silu", [(1, 1), (2, 2), (2, 4), (2, 8), (3, 3), (3, 5), (3, 9)]),
+            )
+            for latent_frames, frames in lengths
+        ),
+    ],
+)
 @pytest.mark.parametrize("way", ["chosen", "on a TPU"])
 def test_frames_of_every_length_and_width_are_the_reference(name, shapes, options, way):
     for got, want in results(replace(CASES[name], shapes=shapes, options=options), jnp.float32, way):
@@ -475,9 +475,6 @@ def test_the_contract_holds_with_what_a_tpu_rounds_otherwise(name, number, dtype
             assert next(errors) <= BFLOAT16_RMS_RATIO * next(errors)
 
 
-DIFFERENTIATED = [(name, way) for name, way in WAYS if way == "chosen" or CASES[name].kernels]
-
-
 def slopes(case, function, **how):
     """Return the derivatives of a weighted sum of results."""
     operands, arrays = drawn(case, jnp.float32)
@@ -495,7 +492,9 @@ def slopes(case, function, **how):
 wanted_slopes = functools.cache(lambda case: slopes(case, case.plain))
 
 
-@pytest.mark.parametrize(("name", "way"), DIFFERENTIATED)
+@pytest.mark.parametrize(
+    ("name", "way"), [(name, way) for name, way in WAYS if way == "chosen" or CASES[name].kernels]
+)
 @pytest.mark.slow_cases("norm_conv3d, *-chosen")
 def test_its_derivatives_are_the_references(name, way):
     case = CASES[name]
@@ -505,16 +504,16 @@ def test_its_derivatives_are_the_references(name, way):
         assert reference.largest_error(got, want) < 2e-5
 
 
-OVER_DEVICES = [
-    pytest.param(name, way, padded, id=f"{name}-{way}-{filling}")
-    for name, way in WAYS
-    if CASES[name].activations and (way != "on a TPU" or name == "spatial_norm")
-    for filling, padded in {"filled": 1, "padded": 2}.items()
-    if way == "chosen" or padded == 2
-]
-
-
-@pytest.mark.parametrize(("name", "way", "padded"), OVER_DEVICES)
+@pytest.mark.parametrize(
+    ("name", "way", "padded"),
+    [
+        pytest.param(name, way, padded, id=f"{name}-{way}-{filling}")
+        for name, way in WAYS
+        if CASES[name].activations and (way != "on a TPU" or name == "spatial_norm")
+        for filling, padded in {"filled": 1, "padded": 2}.items()
+        if way == "chosen" or padded == 2
+    ],
+)
 @pytest.mark.slow_cases("norm_conv3d, *-filled", "spatial_norm, *-filled")
 def test_shards_are_the_whole_and_their_padding_is_clear(name, way, padded):
     case = CASES[name]

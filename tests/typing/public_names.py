@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any, assert_type
 
 import jax
-import jax.numpy as jnp
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.pipelines.cogvideo.pipeline_cogvideox import CogVideoXPipeline
@@ -73,7 +72,7 @@ def flax_build(video: jax.Array, directory: str) -> None:
     flax_vae.tiles = TileSettings(latent_height=30, latent_width=45)
     posterior = assert_type(flax_vae.encode(video), Posterior)
     assert_type(flax_vae.decode(posterior.mode()), jax.Array)
-    assert_type(flax_vae.decode_stream(video, output_dtype=jnp.uint8), Iterator[jax.Array])
+    assert_type(flax_vae.decode_stream(video, output_dtype=jax.numpy.uint8), Iterator[jax.Array])
     assert_type(FlaxVAEForPipelines(flax_vae).mesh, Mesh | None)
 
 

@@ -6,8 +6,6 @@ import jax.numpy as jnp
 import pytest
 import torch
 from diffusers.models.autoencoders import autoencoder_kl_cogvideox as diffusers_vae
-from diffusers.models.downsampling import CogVideoXDownsample3D
-from diffusers.models.upsampling import CogVideoXUpsample3D
 
 from cogvideox_torchax.vae import blocks
 from tests.vae.conftest import check_close
@@ -25,8 +23,11 @@ LAYERS = {
     ),
     "causal_conv": (partial(diffusers_vae.CogVideoXCausalConv3d, 8, 6, 3), {}),
     "pointwise_conv": (partial(diffusers_vae.CogVideoXSafeConv3d, 8, 6, 1), {}),
-    "downsample": (partial(CogVideoXDownsample3D, 8, 6, compress_time=True), {"compress_time": True}),
-    "upsample": (partial(CogVideoXUpsample3D, 8, 6, compress_time=True), {"expand_time": True}),
+    "downsample": (
+        partial(diffusers_vae.CogVideoXDownsample3D, 8, 6, compress_time=True),
+        {"compress_time": True},
+    ),
+    "upsample": (partial(diffusers_vae.CogVideoXUpsample3D, 8, 6, compress_time=True), {"expand_time": True}),
 }
 """Diffusers' layer for a function's name, and the function's options."""
 

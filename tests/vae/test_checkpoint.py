@@ -39,21 +39,23 @@ def test_every_layout_loads_whether_or_not_torchax_is_on(
         assert all(torch.equal(value, state[name]) for name, value in stock.state_dict().items())
 
 
-DTYPES = {
-    "a dtype": ({"dtype": torch.bfloat16}, torch.bfloat16),
-    "by the older name": ({"torch_dtype": torch.bfloat16, "use_safetensors": True}, torch.bfloat16),
-    "a name": ({"dtype": "bfloat16"}, torch.bfloat16),
-    "a printed name": ({"dtype": "torch.bfloat16"}, torch.bfloat16),
-    "that of the files": ({"dtype": "auto"}, torch.float16),
-    "none": ({"torch_dtype": None}, torch.float32),
-}
-
-
 in_each_build = pytest.mark.parametrize("build", [AutoencoderKLCogVideoX, FlaxVAEForPipelines])
 
 
 @in_each_build
-@pytest.mark.parametrize(("asked", "dtype"), DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize(
+    ("asked", "dtype"),
+    [
+        pytest.param({"dtype": torch.bfloat16}, torch.bfloat16, id="a dtype"),
+        pytest.param(
+            {"torch_dtype": torch.bfloat16, "use_safetensors": True}, torch.bfloat16, id="by the older name"
+        ),
+        pytest.param({"dtype": "bfloat16"}, torch.bfloat16, id="a name"),
+        pytest.param({"dtype": "torch.bfloat16"}, torch.bfloat16, id="a printed name"),
+        pytest.param({"dtype": "auto"}, torch.float16, id="that of the files"),
+        pytest.param({"torch_dtype": None}, torch.float32, id="none"),
+    ],
+)
 def test_dtype_is_the_one_asked_for(tmp_path, build, asked, dtype):
     shallow_stock().half().save_pretrained(tmp_path)
     assert build.from_pretrained(tmp_path, **asked).dtype == dtype
@@ -86,36 +88,46 @@ def _lose_shard(directory):
     (directory / WEIGHTS).rename(directory / f"{WEIGHTS}.index.json").write_text(index)
 
 
-BROKEN = {
-    "no directory": (shutil.rmtree, "there is no model directory"),
-    "no config": (lambda d: (d / "config.json").unlink(), "has no config.json"),
-    "a pipeline": (
-        lambda d: (d / "config.json").rename(d / "model_index.json"),
-        "whole pipeline: pass subfolder='vae'",
-    ),
-    "config is no JSON": (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
-    "another class": (
-        lambda d: (d / "config.json").write_text('{"_class_name": "AutoencoderKL"}'),
-        "is for AutoencoderKL, not for",
-    ),
-    "no weights": (lambda d: (d / WEIGHTS).unlink(), f"has no {WEIGHTS}"),
-    "truncated weights": (
-        lambda d: (d / WEIGHTS).write_bytes((d / WEIGHTS).read_bytes()[:10_000]),
-        "truncated",
-    ),
-    "no shard": (_lose_shard, "lacks diffusion_pytorch_model-00001"),
-    "a pickle": (lambda d: (d / WEIGHTS).rename(d / "weights.bin"), "A pickle, .* never loaded"),
-    "a missing tensor": (lambda d: _edit_weights(d, lambda t: t.pop(NAME)), NAME),
-    "a tensor too many": (
-        lambda d: _edit_weights(d, lambda t: t.update(extra=torch.zeros(1))),
-        "unexpected extra",
-    ),
-    "another shape": (lambda d: _edit_weights(d, lambda t: t.update({NAME: torch.zeros(2, 2)})), NAME),
-}
-
-
 @in_each_build
-@pytest.mark.parametrize(("break_it", "words"), BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize(
+    ("break_it", "words"),
+    [
+        pytest.param(shutil.rmtree, "there is no model directory", id="no directory"),
+        pytest.param(lambda d: (d / "config.json").unlink(), "has no config.json", id="no config"),
+        pytest.param(
+            lambda d: (d / "config.json").rename(d / "model_index.json"),
+            "whole pipeline: pass subfolder='vae'",
+            id="a pipeline",
+        ),
+        pytest.param(lambda d: (d / "config.json").write_text("{"), "not valid JSON", id="config is no JSON"),
+        pytest.param(
+            lambda d: (d / "config.json").write_text('{"_class_name": "AutoencoderKL"}'),
+            "is for AutoencoderKL, not for",
+            id="another class",
+        ),
+        pytest.param(lambda d: (d / WEIGHTS).unlink(), f"has no {WEIGHTS}", id="no weights"),
+        pytest.param(
+            lambda d: (d / WEIGHTS).write_bytes((d / WEIGHTS).read_bytes()[:10_000]),
+            "truncated",
+            id="truncated weights",
+        ),
+        pytest.param(_lose_shard, "lacks diffusion_pytorch_model-00001", id="no shard"),
+        pytest.param(
+            lambda d: (d / WEIGHTS).rename(d / "weights.bin"), "A pickle, .* never loaded", id="a pickle"
+        ),
+        pytest.param(lambda d: _edit_weights(d, lambda t: t.pop(NAME)), NAME, id="a missing tensor"),
+        pytest.param(
+            lambda d: _edit_weights(d, lambda t: t.update(extra=torch.zeros(1))),
+            "unexpected extra",
+            id="a tensor too many",
+        ),
+        pytest.param(
+            lambda d: _edit_weights(d, lambda t: t.update({NAME: torch.zeros(2, 2)})),
+            NAME,
+            id="another shape",
+        ),
+    ],
+)
 def test_a_broken_model_is_named(model_directory, break_it, words, build):
     break_it(model_directory)
     with pytest.raises(ModelError, match=words):

@@ -4,7 +4,6 @@ import copy
 import itertools
 import json
 import os
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -123,14 +122,14 @@ def test_auto_chooses_tiles_by_the_free_memory_when_a_size_is_first_run(build, s
     assert not torch.equal(tiled, whole)
 
 
-def test_free_memory_of_a_cpu_is_what_the_system_calls_available_or_what_the_machine_has(monkeypatch):
-    text = "MemTotal:       24000000 kB\nMemFree:        1 kB\nMemAvailable:   12345678 kB\n"
-    mesh = make_mesh(2, 4)  # JAX reads files when it starts, so before the patch
-    monkeypatch.setattr(Path, "read_text", lambda path: text)
+def test_free_memory_of_a_cpu_is_what_the_system_calls_available_or_what_the_machine_has(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
+    memory.MEMINFO.write_text("MemTotal:  24000000 kB\nMemFree:   1 kB\nMemAvailable:   12345678 kB\n")
     assert memory.free_memory() == 12345678 * 1024
-    assert memory.free_memory(mesh) == 12345678 * 1024 // 8, "one memory for eight devices"
-    monkeypatch.undo()
-    monkeypatch.setattr(memory, "MEMINFO", Path("/none"))
+    assert memory.free_memory(make_mesh(2, 4)) == 12345678 * 1024 // 8, "one memory for eight devices"
+    memory.MEMINFO.unlink()
     assert memory.free_memory() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -1,7 +1,6 @@
 """Every form of attention is the definition, at any length; what only fills up a block has no say."""
 
 import functools
-import importlib
 import types
 
 import jax
@@ -10,13 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_kernels import attention as public_attention
-from jax_kernels.attention import reference, tpu, xla
+from jax_kernels.attention import op, reference, tpu, xla
 from jax_kernels.common.dispatch import Target
 from tests.jax_kernels import devices
 from tests.reference import largest_error, tpu_interpreter, traced_anew
-
-attention = importlib.import_module("jax_kernels.attention.op")  # the package has the function by that name
 
 
 def inputs(length, *, keys=None, batch=1, heads=2, channels=16, dtype=jnp.float32):
@@ -37,29 +33,30 @@ def small_blocks():
 def interpreted(q, k, v, **options):
     """Run `attention` with its kernels for TPUs interpreted."""
     with tpu_interpreter():
-        return public_attention(q, k, v, **options)
+        return op.attention(q, k, v, **options)
 
 
 TOLERANCES = {jnp.float32: 1e-5, jnp.bfloat16: 2**-7}
-
-CASES = {
-    "one token": (1, 1, 1, 32, jnp.float32),
-    "whole blocks": (256, 256, 2, 64, jnp.float32),
-    "a block not filled": (300, 300, 2, 64, jnp.float32),
-    "more keys": (40, 300, 3, 16, jnp.float32),
-    "fewer keys": (300, 40, 1, 128, jnp.float32),
-    "channels that fill no tile": (40, 130, 2, 36, jnp.float32),
-    "sixteen bits": (300, 300, 2, 64, jnp.bfloat16),
-    "sixteen bits, channels that fill no tile": (40, 130, 2, 40, jnp.bfloat16),
-}
-"""Queries, keys, heads, channels of a head, dtype."""
 
 in_every_form = pytest.mark.parametrize("form", ["plain", "transposed"])
 """Every form that can be run on a CPU."""
 
 
 @in_every_form
-@pytest.mark.parametrize(("queries", "keys", "heads", "channels", "dtype"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("queries", "keys", "heads", "channels", "dtype"),
+    [
+        # Queries, keys, heads, channels of a head, dtype.
+        pytest.param(1, 1, 1, 32, jnp.float32, id="one token"),
+        pytest.param(256, 256, 2, 64, jnp.float32, id="whole blocks"),
+        pytest.param(300, 300, 2, 64, jnp.float32, id="a block not filled"),
+        pytest.param(40, 300, 3, 16, jnp.float32, id="more keys"),
+        pytest.param(300, 40, 1, 128, jnp.float32, id="fewer keys"),
+        pytest.param(40, 130, 2, 36, jnp.float32, id="channels that fill no tile"),
+        pytest.param(300, 300, 2, 64, jnp.bfloat16, id="sixteen bits"),
+        pytest.param(40, 130, 2, 40, jnp.bfloat16, id="sixteen bits, channels that fill no tile"),
+    ],
+)
 @pytest.mark.slow_cases(
     *("whole blocks-*", "a block not filled-*", "more keys-*", "sixteen bits-*"),
     "channels that fill no tile-*",
@@ -231,7 +228,7 @@ def test_over_a_mesh_each_device_has_its_own_part_and_no_number_changes(batch, h
     @functools.partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec()))
     def run(*arrays):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return attention._over_mesh(functools.partial(spy, scale=0.25), mesh.abstract_mesh, *arrays)
+            return op._over_mesh(functools.partial(spy, scale=0.25), mesh.abstract_mesh, *arrays)
 
     placed = [jax.device_put(x, NamedSharding(mesh, PartitionSpec())) for x in (q, k, v)]
     assert largest_error(run(*placed), want) < 1e-6
@@ -241,5 +238,5 @@ def test_over_a_mesh_each_device_has_its_own_part_and_no_number_changes(batch, h
 def test_cudnn_is_left_out_where_kernels_are_off(monkeypatch):
     monkeypatch.setattr(xla, "cudnn_supports", lambda q: True)
     q = jnp.zeros(1)
-    assert attention._fastest(Target("cuda", pallas=True), q, q) == "cudnn"
-    assert attention._fastest(Target("cuda", pallas=False), q, q) == "plain"
+    assert op._fastest(Target("cuda", pallas=True), q, q) == "cudnn"
+    assert op._fastest(Target("cuda", pallas=False), q, q) == "plain"

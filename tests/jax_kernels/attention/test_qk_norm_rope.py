@@ -1,20 +1,15 @@
 """Queries, keys and values of any heads are prepared as defined; Mosaic compiles this and attention."""
 
 import functools
-import importlib
 import math
 
 import jax.numpy as jnp
 import pytest
 
 from jax_kernels import attention_transposed, qk_norm_rope
-from jax_kernels.attention import reference, tpu
+from jax_kernels.attention import qk_norm_rope as module, reference, tpu
 from tests.jax_kernels.devices import compiled_for, drawn, struct
 from tests.reference import interpreted_kernels, largest_error
-
-module = importlib.import_module(
-    "jax_kernels.attention.qk_norm_rope"
-)  # the package has the function by that name
 
 
 @pytest.mark.parametrize(

@@ -59,27 +59,6 @@ def check(results, operands, residual):
     assert largest_error(columns.m2, pixels.var(2) * pixels.shape[2]) < 1e-5
 
 
-CASES = {
-    "eight frames, a ragged row": ((1, 8, 4, 26, 16), 16, 2, True, True),
-    "eight frames, two chunks": ((1, 8, 4, 88, 16), 16, 2, True, True),
-    "eight frames, one tile to two, two chunks": ((1, 8, 4, 80, 16), 32, 2, True, True),
-    "two frames, blocks filled": ((1, 2, 4, 96, 16), 16, None, True, False),
-    "four frames, blocks filled": ((1, 4, 4, 48, 16), 16, 2, True, True),
-    "two videos, two tiles of channels to one": ((2, 8, 2, 24, 32), 16, 2, True, False),
-    "four frames, one tile to two": ((1, 4, 4, 52, 16), 32, 2, True, True),
-    "two frames of a plain norm": ((1, 2, 2, 40, 32), 32, None, True, False),
-    "four frames, two tiles to four, in two shares": ((1, 4, 2, 52, 32), 64, 2, True, True),
-    "four frames to three channels": ((1, 4, 4, 52, 16), 3, 2, True, True),
-    "a first frame to three channels": ((1, 1, 4, 104, 16), 3, 2, False, False),
-    "two frames to three tiles": ((1, 2, 2, 40, 16), 48, None, True, False),
-    "the start of a video, latents of its size": ((1, 2, 2, 9, 16), 16, 1, False, True),
-    "the start of a video, eight frames": ((1, 8, 2, 24, 32), 16, 2, False, False),
-    "a first frame": ((1, 1, 8, 104, 16), 16, 8, False, True),
-    "two first frames, two tiles of channels, a ragged row": ((2, 1, 4, 20, 32), 32, 2, False, False),
-    "a first frame of a plain norm": ((1, 1, 2, 96, 16), 32, None, False, True),
-    "fewer columns than a unit": ((1, 2, 4, 6, 16), 16, None, True, False),
-    "fewer columns than a register of sums": ((1, 4, 4, 3, 16), 16, None, True, True),
-}
 FILLED = 48, 80, 96
 """Widths that the blocks of these cases fill."""
 
@@ -94,7 +73,27 @@ def given(shape, outputs, cell, cached, added):
 @pytest.mark.parametrize(
     ("shape", "outputs", "cell", "cached", "added"),
     cases(
-        CASES,
+        {
+            "eight frames, a ragged row": ((1, 8, 4, 26, 16), 16, 2, True, True),
+            "eight frames, two chunks": ((1, 8, 4, 88, 16), 16, 2, True, True),
+            "eight frames, one tile to two, two chunks": ((1, 8, 4, 80, 16), 32, 2, True, True),
+            "two frames, blocks filled": ((1, 2, 4, 96, 16), 16, None, True, False),
+            "four frames, blocks filled": ((1, 4, 4, 48, 16), 16, 2, True, True),
+            "two videos, two tiles of channels to one": ((2, 8, 2, 24, 32), 16, 2, True, False),
+            "four frames, one tile to two": ((1, 4, 4, 52, 16), 32, 2, True, True),
+            "two frames of a plain norm": ((1, 2, 2, 40, 32), 32, None, True, False),
+            "four frames, two tiles to four, in two shares": ((1, 4, 2, 52, 32), 64, 2, True, True),
+            "four frames to three channels": ((1, 4, 4, 52, 16), 3, 2, True, True),
+            "a first frame to three channels": ((1, 1, 4, 104, 16), 3, 2, False, False),
+            "two frames to three tiles": ((1, 2, 2, 40, 16), 48, None, True, False),
+            "the start of a video, latents of its size": ((1, 2, 2, 9, 16), 16, 1, False, True),
+            "the start of a video, eight frames": ((1, 8, 2, 24, 32), 16, 2, False, False),
+            "a first frame": ((1, 1, 8, 104, 16), 16, 8, False, True),
+            "two first frames, two tiles of channels, a ragged row": ((2, 1, 4, 20, 32), 32, 2, False, False),
+            "a first frame of a plain norm": ((1, 1, 2, 96, 16), 32, None, False, True),
+            "fewer columns than a unit": ((1, 2, 4, 6, 16), 16, None, True, False),
+            "fewer columns than a register of sums": ((1, 4, 4, 3, 16), 16, None, True, True),
+        },
         quick=["two frames, blocks filled"],
         product=[
             "eight frames, two chunks",
@@ -113,22 +112,22 @@ def test_the_kernel_equals_norm_activation_and_convolution(shape, outputs, cell,
     check(results, operands, options["residual"])
 
 
-PUBLISHED = [
-    # The decoder's, whose norms latents modulate.
-    *((frames, 512, 512, 2) for frames in (1, 2)),
-    *((frames, channels, 256, 2) for frames in (1, 4) for channels in (512, 256)),
-    *((8, *channels, 2) for channels in ((256, 256), (256, 128), (128, 128), (128, 3))),
-    *((1, *channels, 2) for channels in ((256, 128), (128, 128), (128, 3))),
-    # The encoder's.
-    *((frames, 128, 128, None) for frames in (1, 8)),
-    *((frames, channels, 256, None) for frames in (1, 4) for channels in (128, 256)),
-    *((frames, channels, 512, None) for frames in (1, 2) for channels in (256, 512)),
-    (2, 256, 256, None),
-]
-"""Frames, channels, outputs and columns of a latent in the published models' layers."""
-
-
-@pytest.mark.parametrize(("frames", "channels", "outputs", "cell"), PUBLISHED)
+@pytest.mark.parametrize(
+    ("frames", "channels", "outputs", "cell"),
+    [
+        # Frames, channels, outputs and columns of a latent in the published models' layers.
+        # The decoder's, whose norms latents modulate.
+        *((frames, 512, 512, 2) for frames in (1, 2)),
+        *((frames, channels, 256, 2) for frames in (1, 4) for channels in (512, 256)),
+        *((8, *channels, 2) for channels in ((256, 256), (256, 128), (128, 128), (128, 3))),
+        *((1, *channels, 2) for channels in ((256, 128), (128, 128), (128, 3))),
+        # The encoder's.
+        *((frames, 128, 128, None) for frames in (1, 8)),
+        *((frames, channels, 256, None) for frames in (1, 4) for channels in (128, 256)),
+        *((frames, channels, 512, None) for frames in (1, 2) for channels in (256, 512)),
+        (2, 256, 256, None),
+    ],
+)
 @pytest.mark.slow
 def test_a_published_layer_in_128_lanes_is_the_reference(frames, channels, outputs, cell):
     operands, options = given((1, frames, 4, 24, channels), outputs, cell, frames > 1, channels == outputs)
@@ -138,19 +137,16 @@ def test_a_published_layer_in_128_lanes_is_the_reference(frames, channels, outpu
     check(found, operands, options["residual"])
 
 
-STRIPS = {
-    "eight frames in two": ((1, 8, 4, 96, 16), 16, 2, True, True, 2),
-    "two videos in three, ragged": ((2, 4, 2, 188, 32), 16, 2, True, False, 3),
-    "the start of a plain norm in four": ((1, 2, 2, 384, 32), 32, None, False, True, 4),
-    "three frames, the first whole": ((1, 3, 2, 288, 16), 16, None, False, True, 3),
-    "four frames to three channels in two": ((1, 4, 2, 96, 16), 3, 2, True, False, 2),
-}
-
-
 @pytest.mark.parametrize(
     ("shape", "outputs", "cell", "cached", "added", "strips"),
     cases(
-        STRIPS,
+        {
+            "eight frames in two": ((1, 8, 4, 96, 16), 16, 2, True, True, 2),
+            "two videos in three, ragged": ((2, 4, 2, 188, 32), 16, 2, True, False, 3),
+            "the start of a plain norm in four": ((1, 2, 2, 384, 32), 32, None, False, True, 4),
+            "three frames, the first whole": ((1, 3, 2, 288, 16), 16, None, False, True, 3),
+            "four frames to three channels in two": ((1, 4, 2, 96, 16), 3, 2, True, False, 2),
+        },
         product=["eight frames in two", "two videos in three, ragged", "three frames, the first whole"],
     ),
 )
@@ -191,20 +187,18 @@ def test_strips_of_few_frames_have_blocks_that_a_tpu_takes(frames, monkeypatch):
     assert "norm_conv3d" in traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
-FILTERED = {
-    "eight frames": (8, 720, 128, "on", 4, 80),
-    "eight frames to three channels": (8, 720, 3, "on", 4, 80),
-    "eight frames to 256 channels": (8, 360, 256, "on", 4, 40),
-    "four frames": (4, 180, 512, "on", 2, 48),
-    "eight frames of few columns": (8, 12, 128, "on", 4, 48),
-    "two frames": (2, 90, 512, "on", 0, 96),
-    "a first frame": (1, 720, 128, "on", 0, 96),
-    "eight frames where filtering is off": (8, 720, 128, "direct", 0, 24),
-}
-
-
 @pytest.mark.parametrize(
-    ("frames", "columns", "outputs", "mode", "tile", "chunk"), FILTERED.values(), ids=FILTERED
+    ("frames", "columns", "outputs", "mode", "tile", "chunk"),
+    [
+        pytest.param(8, 720, 128, "on", 4, 80, id="eight frames"),
+        pytest.param(8, 720, 3, "on", 4, 80, id="eight frames to three channels"),
+        pytest.param(8, 360, 256, "on", 4, 40, id="eight frames to 256 channels"),
+        pytest.param(4, 180, 512, "on", 2, 48, id="four frames"),
+        pytest.param(8, 12, 128, "on", 4, 48, id="eight frames of few columns"),
+        pytest.param(2, 90, 512, "on", 0, 96, id="two frames"),
+        pytest.param(1, 720, 128, "on", 0, 96, id="a first frame"),
+        pytest.param(8, 720, 128, "direct", 0, 24, id="eight frames where filtering is off"),
+    ],
 )
 def test_four_and_eight_frames_are_filtered_by_winograd(
     frames, columns, outputs, mode, tile, chunk, monkeypatch
@@ -215,21 +209,18 @@ def test_four_and_eight_frames_are_filtered_by_winograd(
     assert found.units % found.shares == 0 or not tile
 
 
-SHARDS = {
-    "eight frames, four shards": ((1, 8, 4, 32, 16), 16, 2, True, True, (1, 1), (1, 4)),
-    "two videos, the last shard padded": ((2, 8, 2, 28, 32), 16, 2, True, True, (7, 8), (2, 4)),
-    "a shard of padding alone": ((1, 4, 4, 20, 16), 32, 2, False, False, (5, 8), (1, 4)),
-    "a plain norm, padded": ((1, 2, 2, 14, 16), 16, None, True, True, (7, 8), (1, 4)),
-    "a first frame, padded": ((1, 1, 4, 28, 16), 16, 2, False, True, (7, 8), (1, 4)),
-    "three channels, padded": ((1, 4, 4, 28, 16), 3, 2, True, False, (7, 8), (1, 4)),
-    "one shard, padded": ((1, 8, 2, 14, 16), 16, 2, True, False, (7, 8), (1, 1)),
-}
-
-
 @pytest.mark.parametrize(
     ("shape", "outputs", "cell", "cached", "added", "width", "mesh"),
     cases(
-        SHARDS,
+        {
+            "eight frames, four shards": ((1, 8, 4, 32, 16), 16, 2, True, True, (1, 1), (1, 4)),
+            "two videos, the last shard padded": ((2, 8, 2, 28, 32), 16, 2, True, True, (7, 8), (2, 4)),
+            "a shard of padding alone": ((1, 4, 4, 20, 16), 32, 2, False, False, (5, 8), (1, 4)),
+            "a plain norm, padded": ((1, 2, 2, 14, 16), 16, None, True, True, (7, 8), (1, 4)),
+            "a first frame, padded": ((1, 1, 4, 28, 16), 16, 2, False, True, (7, 8), (1, 4)),
+            "three channels, padded": ((1, 4, 4, 28, 16), 3, 2, True, False, (7, 8), (1, 4)),
+            "one shard, padded": ((1, 8, 2, 14, 16), 16, 2, True, False, (7, 8), (1, 1)),
+        },
         quick=["a plain norm, padded"],
         product=[
             "eight frames, four shards",
@@ -269,30 +260,53 @@ def test_the_derivatives_of_a_padded_shard_with_neighbours_are_those_of_the_plai
 
 LARGE = (1, 8, 128, 256, 128)
 BFLOAT16 = jnp.bfloat16
-TAKEN = {
-    "a first frame": ((1, 1, 128, 256, 128), BFLOAT16, (1, 16, 32), (3, 3, 3), 128, True),
-    "eight frames": (LARGE, BFLOAT16, (2, 16, 32), (3, 3, 3), 128, True),
-    "a plain norm to two tiles": (LARGE, BFLOAT16, (1, 1, 1), (3, 3, 3), 256, True),
-    "four frames": ((1, 4, 128, 256, 128), BFLOAT16, (2, 64, 128), (3, 3, 3), 128, True),
-    "float32, whose products are not the unit's own": (
-        *(LARGE, jnp.float32, (2, 16, 32), (3, 3, 3), 128, False),
-    ),
-    "nine frames, no words of two": ((1, 9, 128, 256, 128), BFLOAT16, (1, 1, 1), (3, 3, 3), 128, False),
-    "a row left over": ((1, 8, 127, 256, 128), BFLOAT16, (8, 127, 32), (3, 3, 3), 128, False),
-    "half a tile of channels": ((1, 8, 128, 256, 64), BFLOAT16, (1, 1, 1), (3, 3, 3), 128, False),
-    "three channels as the result": (LARGE, BFLOAT16, (1, 1, 1), (3, 3, 3), 3, True),
-    "a tile and a half as the result": (LARGE, BFLOAT16, (1, 1, 1), (3, 3, 3), 192, False),
-    "a window of one pixel": (LARGE, BFLOAT16, (1, 1, 1), (1, 1, 1), 128, False),
-    "latents of the frame's size": (LARGE, BFLOAT16, (8, 128, 256), (3, 3, 3), 128, True),
-    "more columns of a latent than a unit": (LARGE, BFLOAT16, (8, 16, 16), (3, 3, 3), 128, False),
-    "steps across latents": ((1, 8, 132, 256, 128), BFLOAT16, (8, 44, 32), (3, 3, 3), 128, False),
-    "a small frame": ((1, 8, 32, 64, 128), BFLOAT16, (1, 1, 1), (3, 3, 3), 128, False),
-    "a wide frame, in strips": ((1, 8, 16, 4096, 256), BFLOAT16, (1, 1, 1), (3, 3, 3), 256, True),
-    "a frame too wide for VMEM": ((1, 8, 16, 8192, 256), BFLOAT16, (1, 1, 1), (3, 3, 3), 256, False),
-}
 
 
-@pytest.mark.parametrize(("shape", "dtype", "grid", "window", "outputs", "taken"), TAKEN.values(), ids=TAKEN)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "grid", "window", "outputs", "taken"),
+    [
+        pytest.param((1, 1, 128, 256, 128), BFLOAT16, (1, 16, 32), (3, 3, 3), 128, True, id="a first frame"),
+        pytest.param(LARGE, BFLOAT16, (2, 16, 32), (3, 3, 3), 128, True, id="eight frames"),
+        pytest.param(LARGE, BFLOAT16, (1, 1, 1), (3, 3, 3), 256, True, id="a plain norm to two tiles"),
+        pytest.param((1, 4, 128, 256, 128), BFLOAT16, (2, 64, 128), (3, 3, 3), 128, True, id="four frames"),
+        pytest.param(
+            *(LARGE, jnp.float32, (2, 16, 32), (3, 3, 3), 128, False),
+            id="float32, whose products are not the unit's own",
+        ),
+        pytest.param(
+            (1, 9, 128, 256, 128),
+            BFLOAT16,
+            (1, 1, 1),
+            (3, 3, 3),
+            128,
+            False,
+            id="nine frames, no words of two",
+        ),
+        pytest.param(
+            (1, 8, 127, 256, 128), BFLOAT16, (8, 127, 32), (3, 3, 3), 128, False, id="a row left over"
+        ),
+        pytest.param(
+            (1, 8, 128, 256, 64), BFLOAT16, (1, 1, 1), (3, 3, 3), 128, False, id="half a tile of channels"
+        ),
+        pytest.param(LARGE, BFLOAT16, (1, 1, 1), (3, 3, 3), 3, True, id="three channels as the result"),
+        pytest.param(LARGE, BFLOAT16, (1, 1, 1), (3, 3, 3), 192, False, id="a tile and a half as the result"),
+        pytest.param(LARGE, BFLOAT16, (1, 1, 1), (1, 1, 1), 128, False, id="a window of one pixel"),
+        pytest.param(LARGE, BFLOAT16, (8, 128, 256), (3, 3, 3), 128, True, id="latents of the frame's size"),
+        pytest.param(
+            LARGE, BFLOAT16, (8, 16, 16), (3, 3, 3), 128, False, id="more columns of a latent than a unit"
+        ),
+        pytest.param(
+            (1, 8, 132, 256, 128), BFLOAT16, (8, 44, 32), (3, 3, 3), 128, False, id="steps across latents"
+        ),
+        pytest.param((1, 8, 32, 64, 128), BFLOAT16, (1, 1, 1), (3, 3, 3), 128, False, id="a small frame"),
+        pytest.param(
+            (1, 8, 16, 4096, 256), BFLOAT16, (1, 1, 1), (3, 3, 3), 256, True, id="a wide frame, in strips"
+        ),
+        pytest.param(
+            (1, 8, 16, 8192, 256), BFLOAT16, (1, 1, 1), (3, 3, 3), 256, False, id="a frame too wide for VMEM"
+        ),
+    ],
+)
 def test_what_the_kernel_takes(shape, dtype, grid, window, outputs, taken):
     def takes(x, kernel):
         pixels = shape[2] * shape[3]
@@ -302,17 +316,17 @@ def test_what_the_kernel_takes(shape, dtype, grid, window, outputs, taken):
     assert answer(takes, struct(*shape, dtype=dtype), kernel) == taken
 
 
-COMPILED = {
-    "v6e, eight frames, a part of a product": ("v6e:1x1", 8, 4, 128, 128),
-    "v5e, eight frames to two tiles": ("v5e:1x1", 8, 0, 128, 256),
-    "v6e, two frames to four tiles": ("v6e:1x1", 2, 0, 128, 512),
-    "v6e, four frames to three channels": ("v6e:1x1", 4, 0, 128, 3),
-}
-
-
 @pytest.mark.parametrize(
     ("topology", "frames", "beyond", "channels", "outputs"),
-    cases(COMPILED, quick=["v6e, eight frames, a part of a product"]),
+    cases(
+        {
+            "v6e, eight frames, a part of a product": ("v6e:1x1", 8, 4, 128, 128),
+            "v5e, eight frames to two tiles": ("v5e:1x1", 8, 0, 128, 256),
+            "v6e, two frames to four tiles": ("v6e:1x1", 2, 0, 128, 512),
+            "v6e, four frames to three channels": ("v6e:1x1", 4, 0, 128, 3),
+        },
+        quick=["v6e, eight frames, a part of a product"],
+    ),
 )
 def test_mosaic_compiles_it_in_place(topology, frames, beyond, channels, outputs):
     height, width = 8, 192 // frames + beyond  # columns of a product, and a part of one

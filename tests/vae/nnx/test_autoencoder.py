@@ -5,7 +5,6 @@ It needs torchax nowhere enabled; a test that wants it enables it.
 """
 
 import copy
-import importlib
 import inspect
 import json
 import sys
@@ -17,11 +16,9 @@ import numpy as np
 import pytest
 import torch
 import torchax
-from diffusers import AutoencoderKLCogVideoX
 from flax import nnx
 
-from cogvideox_torchax import runtime, upstream
-from cogvideox_torchax.arrays.places import ArrayProgram
+from cogvideox_torchax import flax as package, runtime, upstream
 from cogvideox_torchax.flax import (
     FlaxAutoencoderKLCogVideoX,
     FlaxAutoencoderKLCogVideoXConfig,
@@ -64,24 +61,39 @@ def test_the_log_variance_is_clamped():
 
 
 LATENTS = jnp.zeros((1, 3, 3, 5, 16))
-BAD = {
-    "rank": ("encode", jnp.zeros((1, 3, 24, 3)), "rank 4"),
-    "channels": ("encode", jnp.zeros((1, 1, 24, 40, 4)), "4 channels"),
-    "size": ("encode", jnp.zeros((1, 1, 22, 40, 3)), "22 x 40 pixels.*multiples of 4; crop it to 20 x 40"),
-    "empty": ("encode", jnp.zeros((1, 0, 24, 40, 3)), "empty video"),
-    "integers": ("encode", np.zeros((1, 1, 24, 40, 3), np.int32), "int32: convert 0 to 255 .*from_uint8"),
-    "a tensor": ("encode", torch.zeros(1, 1, 24, 40, 3), "got Tensor .* FlaxVAEForPipelines"),
-    "NumPy's": ("encode", np.full((1, 1, 24, 40, 3), np.nan, np.float32), "NaN or Inf"),
-    "rank of latents": ("decode", LATENTS[0, 0], "latents of rank 3"),
-    "latents": (
-        "decode",
-        LATENTS.at[0, 2, 1, 0, 3].set(jnp.nan),
-        "latents: video 0, frame 2, channel 3, row 1, column 0",
-    ),
-}
 
 
-@pytest.mark.parametrize(("direction", "x", "words"), BAD.values(), ids=BAD)
+@pytest.mark.parametrize(
+    ("direction", "x", "words"),
+    [
+        pytest.param("encode", jnp.zeros((1, 3, 24, 3)), "rank 4", id="rank"),
+        pytest.param("encode", jnp.zeros((1, 1, 24, 40, 4)), "4 channels", id="channels"),
+        pytest.param(
+            "encode",
+            jnp.zeros((1, 1, 22, 40, 3)),
+            "22 x 40 pixels.*multiples of 4; crop it to 20 x 40",
+            id="size",
+        ),
+        pytest.param("encode", jnp.zeros((1, 0, 24, 40, 3)), "empty video", id="empty"),
+        pytest.param(
+            "encode",
+            np.zeros((1, 1, 24, 40, 3), np.int32),
+            "int32: convert 0 to 255 .*from_uint8",
+            id="integers",
+        ),
+        pytest.param(
+            "encode", torch.zeros(1, 1, 24, 40, 3), "got Tensor .* FlaxVAEForPipelines", id="a tensor"
+        ),
+        pytest.param("encode", np.full((1, 1, 24, 40, 3), np.nan, np.float32), "NaN or Inf", id="NumPy's"),
+        pytest.param("decode", LATENTS[0, 0], "latents of rank 3", id="rank of latents"),
+        pytest.param(
+            "decode",
+            LATENTS.at[0, 2, 1, 0, 3].set(jnp.nan),
+            "latents: video 0, frame 2, channel 3, row 1, column 0",
+            id="latents",
+        ),
+    ],
+)
 @pytest.mark.parametrize("whole_or_stream", ["", "_stream"])
 def test_bad_input_is_named_by_the_call_itself(model, direction, whole_or_stream, x, words):
     with pytest.raises(ValueError, match=words):
@@ -160,8 +172,8 @@ def test_param_dtype_stores_and_dtype_computes():
     assert [each.dtype for each in found] == [jnp.bfloat16] * 3
 
 
-def test_the_configs_defaults_are_diffusers():
-    _self, *parameters = inspect.signature(AutoencoderKLCogVideoX.__init__).parameters.values()
+def test_the_configs_defaults_are_diffusers(small_vae):
+    parameters = inspect.signature(small_vae.__init__).parameters.values()
     found = json.dumps(FlaxAutoencoderKLCogVideoXConfig().to_dict())  # in which tuples are lists
     assert json.loads(found) == json.loads(json.dumps({each.name: each.default for each in parameters}))
 
@@ -247,7 +259,6 @@ def test_an_unchanged_pipeline_runs_with_it():
 
 
 def test_without_flax_the_extra_is_named(monkeypatch):
-    package = importlib.import_module("cogvideox_torchax.flax")
     for name in [name for name in sys.modules if name.startswith("cogvideox_torchax.vae.nnx.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "flax", None)  # an import of it raises ModuleNotFoundError
@@ -273,23 +284,23 @@ def test_its_state_is_the_stock_models_and_its_own(vae, stock):
     assert decodes_as(vae, stock)
 
 
-CASTS = {
-    "to": (lambda vae: vae.to(torch.bfloat16), torch.bfloat16),
-    "to, by name": (lambda vae: vae.to(dtype=torch.bfloat16), torch.bfloat16),
-    "to a tensor": (lambda vae: vae.to(torch.ones(1).half()), torch.float16),
-    "bfloat16": (lambda vae: vae.bfloat16(), torch.bfloat16),
-    "half": (lambda vae: vae.half(), torch.float16),
-    "type": (lambda vae: vae.type(torch.bfloat16), torch.bfloat16),
-    "and back": (lambda vae: vae.to(torch.bfloat16).float(), torch.float32),
-    "to a device": (lambda vae: vae.to("cuda"), torch.float32),
-    "to jax": (lambda vae: vae.to("jax"), torch.float32),
-    "cpu": (lambda vae: vae.cpu(), torch.float32),
-    "no gradients": (lambda vae: vae.requires_grad_(False), torch.float32),
-    "evaluation": (lambda vae: vae.eval().train(False), torch.float32),
-}
-
-
-@pytest.mark.parametrize(("cast", "dtype"), CASTS.values(), ids=CASTS)
+@pytest.mark.parametrize(
+    ("cast", "dtype"),
+    [
+        pytest.param(lambda vae: vae.to(torch.bfloat16), torch.bfloat16, id="to"),
+        pytest.param(lambda vae: vae.to(dtype=torch.bfloat16), torch.bfloat16, id="to, by name"),
+        pytest.param(lambda vae: vae.to(torch.ones(1).half()), torch.float16, id="to a tensor"),
+        pytest.param(lambda vae: vae.bfloat16(), torch.bfloat16, id="bfloat16"),
+        pytest.param(lambda vae: vae.half(), torch.float16, id="half"),
+        pytest.param(lambda vae: vae.type(torch.bfloat16), torch.bfloat16, id="type"),
+        pytest.param(lambda vae: vae.to(torch.bfloat16).float(), torch.float32, id="and back"),
+        pytest.param(lambda vae: vae.to("cuda"), torch.float32, id="to a device"),
+        pytest.param(lambda vae: vae.to("jax"), torch.float32, id="to jax"),
+        pytest.param(lambda vae: vae.cpu(), torch.float32, id="cpu"),
+        pytest.param(lambda vae: vae.requires_grad_(False), torch.float32, id="no gradients"),
+        pytest.param(lambda vae: vae.eval().train(False), torch.float32, id="evaluation"),
+    ],
+)
 def test_a_cast_casts_what_is_stored_taken_and_given(vae, cast, dtype):
     assert cast(vae) is vae
     assert vae.dtype == dtype
@@ -298,22 +309,29 @@ def test_a_cast_casts_what_is_stored_taken_and_given(vae, cast, dtype):
         assert vae.decode(Z.to(dtype)).sample.dtype == dtype
 
 
-REFUSED = {
-    "gradients": (lambda vae: vae.requires_grad_(), "gradients"),
-    "checkpointing": (lambda vae: vae.enable_gradient_checkpointing(), "not support gradient checkpointing"),
-    "a mesh": (lambda vae: vae.place_on("dp=8"), "make one with make_mesh"),
-    "weights of which one does not fit": (
-        lambda vae: vae.load_state_dict(
-            {name: 2 * (value[:1] if name == NAME else value) for name, value in vae.state_dict().items()}
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        pytest.param(lambda vae: vae.requires_grad_(), "gradients", id="gradients"),
+        pytest.param(
+            lambda vae: vae.enable_gradient_checkpointing(),
+            "not support gradient checkpointing",
+            id="checkpointing",
         ),
-        NAME,
-    ),
-    "float64": (lambda vae: vae.double(), "takes float32, bfloat16 or float16"),
-    "to float64": (lambda vae: vae.to(torch.float64), "takes float32, bfloat16 or float16"),
-}
-
-
-@pytest.mark.parametrize(("ask", "words"), REFUSED.values(), ids=REFUSED)
+        pytest.param(lambda vae: vae.place_on("dp=8"), "make one with make_mesh", id="a mesh"),
+        pytest.param(
+            lambda vae: vae.load_state_dict(
+                {name: 2 * (value[:1] if name == NAME else value) for name, value in vae.state_dict().items()}
+            ),
+            NAME,
+            id="weights of which one does not fit",
+        ),
+        pytest.param(lambda vae: vae.double(), "takes float32, bfloat16 or float16", id="float64"),
+        pytest.param(
+            lambda vae: vae.to(torch.float64), "takes float32, bfloat16 or float16", id="to float64"
+        ),
+    ],
+)
 def test_what_it_cannot_do_is_refused_in_one_line_and_changes_nothing(vae, stock, ask, words):
     with pytest.raises(ValueError, match=f"^[^\n]*{words}[^\n]*$"):
         ask(vae)

@@ -22,34 +22,23 @@ COUNTS = (1, 5, 8, 9, 13, 16, 17, 29, 32, 33, 49)
 ODD_COUNTS = (2, 3, 6, 7, 10, 12, 15)
 """Counts that no whole number of latent frames decodes to, and that diffusers encodes all the same."""
 
-DECODED = on_backends(
-    fixtures.BACKENDS,
-    {frames: (frames,) for frames in (1, 2, 3, 4, 5, 8, 9, 13)},
-    quick={"torch": (1, 2, 3, 4, 5, 8, 9, 13), "torchax": (1, 5), "flax": (3,)},
-    slow={"torchax": (2, 3, 4, 13), "flax": (1, 5, 8, 9, 13), EIGHT: (1, 4, 5), FLAX_ON_EIGHT: (2,)},
-)
-"""Numbers of latent frames. The latents are five columns wide, which fill five of eight devices."""
-
-ENCODED = on_backends(
-    fixtures.BACKENDS,
-    {frames: (frames,) for frames in COUNTS + ODD_COUNTS},
-    quick={"torch": COUNTS + ODD_COUNTS, "torchax": (1, 9, 49), "flax": (9,)},
-    slow={
-        "torchax": (8, 16, 2, 6, 7),
-        "flax": (1, 5, 13, 17, 33, 3, 10, 12, 15),
-        EIGHT: (1, 9, 49),
-        FLAX_ON_EIGHT: (16, 17, 33),
-    },
-)
-"""Numbers of frames."""
-
 
 def latents_for(backend, frames, **options):
     """Return latents of three rows; of four on a mesh, over which the result is split by rows."""
     return reference.latents(frames, height=4 if backend.mesh else 3, **options)
 
 
-@pytest.mark.parametrize(("backend", "frames"), DECODED, indirect=["backend"])
+@pytest.mark.parametrize(
+    ("backend", "frames"),
+    on_backends(
+        # Numbers of latent frames. The latents are five columns wide, which fill five of eight devices.
+        fixtures.BACKENDS,
+        {frames: (frames,) for frames in (1, 2, 3, 4, 5, 8, 9, 13)},
+        quick={"torch": (1, 2, 3, 4, 5, 8, 9, 13), "torchax": (1, 5), "flax": (3,)},
+        slow={"torchax": (2, 3, 4, 13), "flax": (1, 5, 8, 9, 13), EIGHT: (1, 4, 5), FLAX_ON_EIGHT: (2,)},
+    ),
+    indirect=["backend"],
+)
 def test_decode_equals_diffusers(small_vae, backend, frames):
     z = latents_for(backend, frames)
     got = reference.run_decode(backend, z)
@@ -59,7 +48,21 @@ def test_decode_equals_diffusers(small_vae, backend, frames):
     check_close(got, want)
 
 
-@pytest.mark.parametrize(("backend", "frames"), ENCODED, indirect=["backend"])
+@pytest.mark.parametrize(
+    ("backend", "frames"),
+    on_backends(
+        fixtures.BACKENDS,
+        {frames: (frames,) for frames in COUNTS + ODD_COUNTS},
+        quick={"torch": COUNTS + ODD_COUNTS, "torchax": (1, 9, 49), "flax": (9,)},
+        slow={
+            "torchax": (8, 16, 2, 6, 7),
+            "flax": (1, 5, 13, 17, 33, 3, 10, 12, 15),
+            EIGHT: (1, 9, 49),
+            FLAX_ON_EIGHT: (16, 17, 33),
+        },
+    ),
+    indirect=["backend"],
+)
 def test_encode_equals_diffusers(small_vae, backend, frames):
     x = reference.video(frames)
     check_close(reference.run_encode(backend, x), reference.encoded(small_vae, x))
@@ -85,22 +88,19 @@ def test_batches_and_odd_sizes_equal_diffusers(small_vae, backend, frames, batch
     reference.check_as_stock(backend, small_vae, z, x)
 
 
-CONFIGS = {
-    "four levels": ({**reference.FOUR_LEVELS, **reference.NARROW}, 16),
-    "full depth": ({**reference.FOUR_LEVELS, "layers_per_block": 3}, 16),
-    "quant convolutions": (
-        {"use_quant_conv": True, "use_post_quant_conv": True, "latent_channels": 3},
-        3,
-    ),
-}
-"""Options of a config, and its latents' channels."""
-
-
 @pytest.mark.parametrize(
     ("name", "options", "channels"),
     on_backends(
         ("torchax", "flax", EIGHT, FLAX_ON_EIGHT),
-        CONFIGS,
+        {
+            # Options of a config, and its latents' channels.
+            "four levels": ({**reference.FOUR_LEVELS, **reference.NARROW}, 16),
+            "full depth": ({**reference.FOUR_LEVELS, "layers_per_block": 3}, 16),
+            "quant convolutions": (
+                {"use_quant_conv": True, "use_post_quant_conv": True, "latent_channels": 3},
+                3,
+            ),
+        },
         quick={"torchax": ["four levels"]},
         slow={
             "torchax": ["full depth"],

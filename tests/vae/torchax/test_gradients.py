@@ -10,7 +10,6 @@ import pytest
 import torch
 from diffusers.training_utils import EMAModel
 from flax import nnx
-from torch import nn
 
 from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.vae.nnx import weights
@@ -228,20 +227,20 @@ def test_what_is_on_the_host_stays_the_same_parameters_and_gradients_move_along(
     assert torch.equal(runtime.to_torch(moved), want)
 
 
-WRITES_OF_DATA = {
-    "mul_": lambda weight: weight.data.mul_(2),
-    "copy_": lambda weight: weight.data.copy_(torch.ones_like(weight)),
-    "clamp_": lambda weight: weight.data.clamp_(0, 1),
-    "zero_": lambda weight: weight.data.zero_(),
-    "add_": lambda weight: weight.data.add_(weight.data, alpha=0.5),
-    "a slice": lambda weight: weight.data[1:].mul_(3),
-    "new data": lambda weight: setattr(weight, "data", weight.data * 3),
-}
-
-
-@pytest.mark.parametrize("write", WRITES_OF_DATA.values(), ids=WRITES_OF_DATA)
+@pytest.mark.parametrize(
+    "write",
+    [
+        pytest.param(lambda weight: weight.data.mul_(2), id="mul_"),
+        pytest.param(lambda weight: weight.data.copy_(torch.ones_like(weight)), id="copy_"),
+        pytest.param(lambda weight: weight.data.clamp_(0, 1), id="clamp_"),
+        pytest.param(lambda weight: weight.data.zero_(), id="zero_"),
+        pytest.param(lambda weight: weight.data.add_(weight.data, alpha=0.5), id="add_"),
+        pytest.param(lambda weight: weight.data[1:].mul_(3), id="a slice"),
+        pytest.param(lambda weight: setattr(weight, "data", weight.data * 3), id="new data"),
+    ],
+)
 def test_a_write_into_the_data_of_a_trained_weight_is_as_in_pytorch(write, caplog):
-    weights = [nn.Parameter(LATENTS.clone()), nn.Parameter(runtime.to_jax(LATENTS))]
+    weights = [torch.nn.Parameter(LATENTS.clone()), torch.nn.Parameter(runtime.to_jax(LATENTS))]
     write(weights[0])
     write(weights[1])
     assert weights[1].requires_grad
@@ -249,17 +248,19 @@ def test_a_write_into_the_data_of_a_trained_weight_is_as_in_pytorch(write, caplo
     assert not caplog.records
 
 
-OPTIMIZERS = {
-    "Adam foreach": functools.partial(torch.optim.Adam, foreach=True),
-    "AdamW fused": functools.partial(torch.optim.AdamW, fused=True, amsgrad=True),
-    "SGD fused": functools.partial(torch.optim.SGD, fused=True, momentum=0.9, dampening=0.1),
-    "SGD fused, no momentum": functools.partial(torch.optim.SGD, fused=True),
-    "Adagrad fused": functools.partial(torch.optim.Adagrad, fused=True),
-}
-
-
 @pytest.mark.filterwarnings("ignore:torchax has no _fused_")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(functools.partial(torch.optim.Adam, foreach=True), id="Adam foreach"),
+        pytest.param(functools.partial(torch.optim.AdamW, fused=True, amsgrad=True), id="AdamW fused"),
+        pytest.param(
+            functools.partial(torch.optim.SGD, fused=True, momentum=0.9, dampening=0.1), id="SGD fused"
+        ),
+        pytest.param(functools.partial(torch.optim.SGD, fused=True), id="SGD fused, no momentum"),
+        pytest.param(functools.partial(torch.optim.Adagrad, fused=True), id="Adagrad fused"),
+    ],
+)
 def test_optimizers_and_averages_are_as_in_pytorch(optimizer):
     def trained(weights):
         steps, average = optimizer(weights, lr=0.1), EMAModel(weights, decay=0.5)
@@ -272,23 +273,23 @@ def test_optimizers_and_averages_are_as_in_pytorch(optimizer):
         return [weight.detach() for weight in weights]
 
     expected, results = (
-        trained([nn.Parameter(placed(each)) for each in (LATENTS, VIDEO[0, 0, :3])])
+        trained([torch.nn.Parameter(placed(each)) for each in (LATENTS, VIDEO[0, 0, :3])])
         for placed in (torch.clone, runtime.to_jax)
     )
     for result, want in zip(results, expected, strict=True):
         assert reference.largest_error(runtime.to_torch(result), want) < 1e-5
 
 
-COMPOSED = {
-    "clamp": lambda x: x.clamp(0, 1),
-    "clip": lambda x: x.clip(min=0),
-    "where": lambda x: torch.where(x > 0, x, 0.0),
-    "prod": lambda x: x.prod(0),
-}
-
-
 @pytest.mark.parametrize("on", ["cpu", "jax"])
-@pytest.mark.parametrize("function", COMPOSED.values(), ids=COMPOSED)
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(lambda x: x.clamp(0, 1), id="clamp"),
+        pytest.param(lambda x: x.clip(min=0), id="clip"),
+        pytest.param(lambda x: torch.where(x > 0, x, 0.0), id="where"),
+        pytest.param(lambda x: x.prod(0), id="prod"),
+    ],
+)
 def test_gradients_that_torch_composes_are_pytorchs_while_torchax_is_on(function, on):
     def gradient(x):
         leaf = x.detach().requires_grad_()

@@ -27,28 +27,34 @@ def with_change(number, change):
 
 
 # 25 frames are encoded as 9, 8 and 8.
-FAILING = {
-    "in the first chunk": (lambda: until(5, 25), SourceError, []),
-    "at the border of the second": (lambda: until(9, 25), SourceError, [3]),
-    "in the second": (lambda: until(12, 25), SourceError, [3]),
-    "in the third": (lambda: until(20, 25), SourceError, [3, 2]),
-    "at the end": (lambda: until(25, 25), SourceError, [3, 2, 2]),
-    "by a NaN in the second": (lambda: with_change(11, lambda x: x * float("nan")), ValueError, [3]),
-    "by a frame of another size in the third": (
-        lambda: with_change(18, lambda x: x[..., :-8]),
-        ValueError,
-        [3, 2],
-    ),
-    "by ending in the third": (lambda: iter(reference.video(25).unbind(2)[:20]), ValueError, [3, 2]),
-    "by going on": (
-        lambda: iter((*reference.video(25).unbind(2), torch.zeros(1, 3, 24, 40))),
-        ValueError,
-        [3, 2, 2],
-    ),
-}
-
-
-@pytest.mark.parametrize(("source", "error", "lengths"), FAILING.values(), ids=FAILING)
+@pytest.mark.parametrize(
+    ("source", "error", "lengths"),
+    [
+        pytest.param(lambda: until(5, 25), SourceError, [], id="in the first chunk"),
+        pytest.param(lambda: until(9, 25), SourceError, [3], id="at the border of the second"),
+        pytest.param(lambda: until(12, 25), SourceError, [3], id="in the second"),
+        pytest.param(lambda: until(20, 25), SourceError, [3, 2], id="in the third"),
+        pytest.param(lambda: until(25, 25), SourceError, [3, 2, 2], id="at the end"),
+        pytest.param(
+            lambda: with_change(11, lambda x: x * float("nan")), ValueError, [3], id="by a NaN in the second"
+        ),
+        pytest.param(
+            lambda: with_change(18, lambda x: x[..., :-8]),
+            ValueError,
+            [3, 2],
+            id="by a frame of another size in the third",
+        ),
+        pytest.param(
+            lambda: iter(reference.video(25).unbind(2)[:20]), ValueError, [3, 2], id="by ending in the third"
+        ),
+        pytest.param(
+            lambda: iter((*reference.video(25).unbind(2), torch.zeros(1, 3, 24, 40))),
+            ValueError,
+            [3, 2, 2],
+            id="by going on",
+        ),
+    ],
+)
 def test_a_source_that_fails_loses_no_chunk_that_was_whole(small_vae, backend, source, error, lengths):
     stream, given = backend.encode_stream(source(), 25), []
     with pytest.raises(error):
@@ -66,36 +72,52 @@ def decoding(count, *pieces):
     return lambda vae: list(vae.decode_stream(iter(pieces), count))
 
 
-BAD_CALLS = {
-    "an output dtype": (
-        lambda vae: vae.decode_stream(reference.latents(2), output_dtype=torch.int32),
-        "output_dtype torch.int32",
-    ),
-    "an iterable of unknown length": (lambda vae: vae.encode_stream(until(5, 5)), "pass num_frames"),
-    "no frames announced": (lambda vae: vae.encode_stream(until(5, 5), 0), "num_frames"),
-    "fewer than none announced": (lambda vae: vae.encode_stream(until(5, 5), -1), "num_frames"),
-    "more announced than a video has": (
-        lambda vae: vae.encode_stream(reference.video(5), num_frames=9),
-        "5 frames.* 9 .*announced",
-    ),
-    "fewer announced than a video has": (
-        lambda vae: vae.encode_stream(reference.video(9), num_frames=5),
-        "9 frames.* 5 .*announced",
-    ),
-    "pieces of no count": (decoding(None, reference.latents(3)), "pass num_frames"),
-    "no piece": (decoding(3), "no frames where 3"),
-    "too few pieces": (decoding(5, reference.latents(3)), "ended after 3 frames where 5"),
-    "too many pieces": (decoding(3, reference.latents(3), reference.latents(1)), "goes on after the 3"),
-    "too many in one piece": (decoding(3, reference.latents(4)), "goes on after the 3"),
-    "pieces of two sizes": (
-        decoding(5, reference.latents(3), reference.latents(2, width=6)),
-        r"frame 3 is \(1, 16, 1, 3, 6\), the ones before it \(1, 16, 1, 3, 5\)",
-    ),
-    "a NaN in a piece": (decoding(5, reference.latents(3), reference.latents(2) * float("nan")), "frame 3"),
-}
-
-
-@pytest.mark.parametrize(("call", "words"), BAD_CALLS.values(), ids=BAD_CALLS)
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        pytest.param(
+            lambda vae: vae.decode_stream(reference.latents(2), output_dtype=torch.int32),
+            "output_dtype torch.int32",
+            id="an output dtype",
+        ),
+        pytest.param(
+            lambda vae: vae.encode_stream(until(5, 5)), "pass num_frames", id="an iterable of unknown length"
+        ),
+        pytest.param(lambda vae: vae.encode_stream(until(5, 5), 0), "num_frames", id="no frames announced"),
+        pytest.param(
+            lambda vae: vae.encode_stream(until(5, 5), -1), "num_frames", id="fewer than none announced"
+        ),
+        pytest.param(
+            lambda vae: vae.encode_stream(reference.video(5), num_frames=9),
+            "5 frames.* 9 .*announced",
+            id="more announced than a video has",
+        ),
+        pytest.param(
+            lambda vae: vae.encode_stream(reference.video(9), num_frames=5),
+            "9 frames.* 5 .*announced",
+            id="fewer announced than a video has",
+        ),
+        pytest.param(decoding(None, reference.latents(3)), "pass num_frames", id="pieces of no count"),
+        pytest.param(decoding(3), "no frames where 3", id="no piece"),
+        pytest.param(decoding(5, reference.latents(3)), "ended after 3 frames where 5", id="too few pieces"),
+        pytest.param(
+            decoding(3, reference.latents(3), reference.latents(1)),
+            "goes on after the 3",
+            id="too many pieces",
+        ),
+        pytest.param(decoding(3, reference.latents(4)), "goes on after the 3", id="too many in one piece"),
+        pytest.param(
+            decoding(5, reference.latents(3), reference.latents(2, width=6)),
+            r"frame 3 is \(1, 16, 1, 3, 6\), the ones before it \(1, 16, 1, 3, 5\)",
+            id="pieces of two sizes",
+        ),
+        pytest.param(
+            decoding(5, reference.latents(3), reference.latents(2) * float("nan")),
+            "frame 3",
+            id="a NaN in a piece",
+        ),
+    ],
+)
 def test_what_is_bad_is_refused_by_the_call_itself(backend, call, words):
     with pytest.raises(ValueError, match=words):
         call(backend)  # and no `next`
