@@ -51,8 +51,9 @@ def answer(function: Callable[..., Any], *structs: Any) -> Any:
 def compiled_for(topology: str, function: Callable[..., Any], *structs: Any, donate: Any = ()) -> Any:
     """Compile a function for one device of a topology."""
     device = chips.topology_devices(topology)[0]
-    place = SingleDeviceSharding(device)
-    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), structs)
+    placed = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(device)), structs
+    )
     with jax.set_mesh(Mesh(np.array([device]), ("device",))):  # lowering a kernel asks for the chip's kind
         return jax.jit(function, donate_argnums=donate).lower(*placed).compile()
 
@@ -69,7 +70,6 @@ def on_mesh(kernel: Callable[..., Any], real: int, padded: int, dp: int, tp: int
     """
     mesh = make_mesh(dp, tp, devices=jax.devices()[: dp * tp])
     videos = "dp" if dp > 1 else None
-    split = Split(real, padded, videos=videos, columns=("tp",))
 
     def put(array):
         if array.ndim != 5 or array.shape[0] == 3 or array.shape[:3] == (1, 1, 1):
@@ -81,6 +81,6 @@ def on_mesh(kernel: Callable[..., Any], real: int, padded: int, dp: int, tp: int
     @jax.jit
     def traced(operands, named):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return kernel(*operands, **named, split=split)
+            return kernel(*operands, **named, split=Split(real, padded, videos=videos, columns=("tp",)))
 
     return lambda *operands, **named: traced(*jax.tree.map(put, (operands, named)))

@@ -12,7 +12,6 @@ import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -27,6 +26,7 @@ from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO
 from jax_kernels.common import tiles
 from tests import reference
 from tests.jax_kernels.devices import check_rounding, on_mesh
+from tests.processes import ROOT
 
 HOW = {"implementation", "split", "in_place", "tile"}
 """Arguments that say how an op runs or rounds, not what it computes: op and reference share all others."""
@@ -382,8 +382,6 @@ def layers_of(width):
     }
 
 
-RESAMPLED_LAYERS = [(2, 512, True), (4, 256, True), (8, 256, False), (1, 512, True), (1, 256, False)]
-NORMED_LAYERS = [(1, 128), (1, 256), (1, 512), (2, 512), (4, 512), (4, 256), (8, 256), (8, 128)]
 LAYERS = [
     *(
         (name, shapes, {"heads": width // 64} if name == "qk_norm_rope" else {})
@@ -391,14 +389,20 @@ LAYERS = [
         for name, shapes in layers_of(width).items()
     ),
     ("attention_transposed", ((1, 1, 64, 2300),) * 3, {}),
-    *(("group_norm", ((1, frames, 4, 24, c), (c,), (c,)), {}) for frames, c in NORMED_LAYERS),
+    *(
+        ("group_norm", ((1, frames, 4, 24, c), (c,), (c,)), {})
+        for frames, c in ((1, 128), (1, 256), (1, 512), (2, 512), (4, 512), (4, 256), (8, 256), (8, 128))
+    ),
     *(
         (
             "upsample",
             ((1, frames, 2, 12, c), (3, 3, c, c), (c,)),
             {"expand_time": expand, "first_frame_alone": frames == 1},
         )
-        for frames, c, expand in RESAMPLED_LAYERS
+        for frames, c, expand in (
+            *((2, 512, True), (4, 256, True), (8, 256, False)),
+            *((1, 512, True), (1, 256, False)),
+        )
     ),
 ]
 """The published layers that have a Pallas kernel, but for `norm_conv3d`; of frames a band."""
@@ -414,11 +418,12 @@ def test_a_published_layer_in_128_lanes_is_the_reference(name, shapes, options):
         check_rounding(got, want, share=0.05 if case.exact else 0.5)
 
 
-PAGE = (Path(jax_kernels.__file__).parents[1] / "docs/kernels.md").read_text()
 ERRORS = {
     number: {jnp.bfloat16: float(on_v5e), jnp.float32: float(on_v6e)}
     for number, on_v5e, on_v6e in re.findall(
-        r"^\| `(\w+)` \|[^|]*\| ([\d.]+) \|[^|]*\| ([\d.]+) \|", PAGE, re.MULTILINE
+        r"^\| `(\w+)` \|[^|]*\| ([\d.]+) \|[^|]*\| ([\d.]+) \|",
+        (ROOT / "docs/kernels.md").read_text(),
+        re.MULTILINE,
     )
 }
 """The largest errors of a TPU's numbers, in units of the last place: of v5e for bfloat16, else of v6e."""
@@ -435,12 +440,9 @@ RELIES_ON = {
 
 def rounded_otherwise(number, dtype):
     """Return a context in which a number has the largest error of a TPU's."""
-    if number == "pack_elementwise":  # to the nearest; of two equally near, it is not said to which
-
-        def away_from_zero(x):
-            return (jax.lax.bitcast_convert_type(x, jnp.uint32) + 0x8000) >> 16 << 16
-
-        return mock.patch.object(reference, "rounded_bits", away_from_zero)
+    if number == "pack_elementwise":  # to the nearest; of two equally near, here to the one away from zero
+        bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.uint32)
+        return mock.patch.object(reference, "rounded_bits", lambda x: (bits(x) + 0x8000) >> 16 << 16)
     primitive, error = getattr(jax.lax, f"{number}_p"), ERRORS[number][dtype] * 2.0**-23
     return reference.inexact(primitive, error, of_operands=number == "dot_general")
 
@@ -629,8 +631,10 @@ def test_float32_asks_for_full_precision(name, platform):
 @pytest.mark.parametrize("name", sorted({*jax_kernels.__all__} - {"ColumnMoments", "NormParams"}))
 def test_every_op_has_a_case_and_a_reference_of_its_own_signature(name):
     op = getattr(jax_kernels, name)
-    arguments = [inspect.signature(function).parameters for function in (op, reference_of(op))]
-    one, other = ([name for name in several if name not in HOW] for several in arguments)
+    one, other = (
+        [argument for argument in inspect.signature(function).parameters if argument not in HOW]
+        for function in (op, reference_of(op))
+    )
     assert one == other
     assert any(case.split(",")[0] == name for case in CASES)
 

@@ -103,8 +103,7 @@ def repelled():
 def rare(value):
     """Values of one size and either sign, few of them."""
     q, k, v = drawn()
-    few = np.random.default_rng(1).random(v.shape) < 0.01
-    return q, k, np.sign(v) * few * value
+    return q, k, np.sign(v) * (np.random.default_rng(1).random(v.shape) < 0.01) * value
 
 
 HOSTILE = {
@@ -217,9 +216,7 @@ def test_cudnn_gets_even_lengths_alone(queries, keys, num_keys, monkeypatch):
 )
 def test_over_a_mesh_each_device_has_its_own_part_and_no_number_changes(batch, heads, length, part):
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
-    q, k, v = inputs(length, batch=batch, heads=heads)
-    want = reference.attention(q, k, v)
-    shapes = []
+    arrays, shapes = inputs(length, batch=batch, heads=heads), []
 
     def spy(q, k, v, *, scale):
         shapes.append(q.shape)
@@ -230,8 +227,8 @@ def test_over_a_mesh_each_device_has_its_own_part_and_no_number_changes(batch, h
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return op._over_mesh(functools.partial(spy, scale=0.25), mesh.abstract_mesh, *arrays)
 
-    placed = [jax.device_put(x, NamedSharding(mesh, PartitionSpec())) for x in (q, k, v)]
-    assert largest_error(run(*placed), want) < 1e-6
+    placed = [jax.device_put(x, NamedSharding(mesh, PartitionSpec())) for x in arrays]
+    assert largest_error(run(*placed), reference.attention(*arrays)) < 1e-6
     assert shapes == [part]
 
 

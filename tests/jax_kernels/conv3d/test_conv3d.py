@@ -63,11 +63,9 @@ def test_a_cpu_multiplies_less_and_has_the_derivatives_of_the_reference(
 ):
     monkeypatch.setattr(xla, "LARGE_KERNEL", 0)  # the kernel is copied, as large ones are
     of_cache = (2, 2, height, 16, 5) if cached else None
-    shapes = (2, frames, height, 16, 5), (3, 3, 3, 5, outputs), of_cache
-    x, kernel, cache = drawn(*shapes, dtype=jnp.float32)
+    x, kernel, cache = drawn((2, frames, height, 16, 5), (3, 3, 3, 5, outputs), of_cache, dtype=jnp.float32)
     run = lambda op: lambda x, kernel: op(x, kernel, None, cache)[0]  # noqa: E731
-    text = jax.jit(run(conv3d)).lower(x, kernel).as_text()
-    assert text.count("stablehlo.convolution") == products
+    assert jax.jit(run(conv3d)).lower(x, kernel).as_text().count("stablehlo.convolution") == products
     y, pull = jax.vjp(run(conv3d), x, kernel)
     want, pull_plain = jax.vjp(run(reference.conv3d), x, kernel)
     for got, expected in zip((y, *pull(want)), (want, *pull_plain(want)), strict=True):

@@ -72,8 +72,8 @@ def test_mosaic_compiles_it_for_tokens_in_eight_bits(transposed, topology):
         return gated_linear(*arrays, scale=scale, dynamic=True, transposed=transposed)
 
     x, weight = struct(2, 256, 10240) if transposed else ROWS, struct(256, 256, dtype=jnp.int8)
-    structs = struct(256, dtype=jnp.float32), x, weight, struct(256), ROWS, KINDS, FIRST
-    found = compiled_for(topology, run, *structs)
+    scale = struct(256, dtype=jnp.float32)
+    found = compiled_for(topology, run, scale, x, weight, struct(256), ROWS, KINDS, FIRST)
     assert ("%quantize" in found.as_text()) != transposed
     assert found.memory_analysis().temp_size_in_bytes < 2**24  # tokens in int8, and a tile for each scale
 

@@ -33,13 +33,11 @@ GROUPS = 4
 def inputs(shape, outputs, *, cell=None, cached=True):
     """x, norm, kernel, bias and cache; latents that are `cell` times smaller in space, or none."""
     videos, frames, height, width, channels = shape
-    vector, matrix, latents = (channels,), (4, channels), ()
-    if cell:
-        zq = videos, max(1, frames // 4), height // cell, width // cell, 4
-        latents = zq, matrix, vector, matrix, vector
+    vector, matrix = (channels,), (4, channels)
+    zq = cell and (videos, max(1, frames // 4), height // cell, width // cell, 4)
+    of_norm = vector, vector, *((zq, matrix, vector, matrix, vector) if cell else ())
     of_cache = (videos, 2, height, width, channels) if cached else None
-    operands = shape, (3, 3, 3, channels, outputs), (outputs,), of_cache
-    x, kernel, bias, cache, *norm = drawn(*operands, vector, vector, *latents)
+    x, kernel, bias, cache, *norm = drawn(shape, (3, 3, 3, channels, outputs), (outputs,), of_cache, *of_norm)
     return x, NormParams(*norm), kernel / 16, bias, cache
 
 
@@ -57,10 +55,6 @@ def check(results, operands, residual):
     pixels = np.asarray(y, np.float64)
     assert largest_error(columns.mean, pixels.mean(2)) < 1e-5
     assert largest_error(columns.m2, pixels.var(2) * pixels.shape[2]) < 1e-5
-
-
-FILLED = 48, 80, 96
-"""Widths that the blocks of these cases fill."""
 
 
 def given(shape, outputs, cell, cached, added):
@@ -108,7 +102,8 @@ def test_the_kernel_equals_norm_activation_and_convolution(shape, outputs, cell,
     operands, options = given(shape, outputs, cell, cached, added)
     results = norm_conv3d(*operands, **options)
     assert "norm_conv3d" in interpreted
-    assert ("norm_conv3d in place" in interpreted) == (cached and shape[3] in FILLED)
+    # Blocks of these widths are filled.
+    assert ("norm_conv3d in place" in interpreted) == (cached and shape[3] in (48, 80, 96))
     check(results, operands, options["residual"])
 
 
@@ -309,8 +304,7 @@ BFLOAT16 = jnp.bfloat16
 )
 def test_what_the_kernel_takes(shape, dtype, grid, window, outputs, taken):
     def takes(x, kernel):
-        pixels = shape[2] * shape[3]
-        return sizes.is_supported(x, grid, kernel, residual=True, at_start=True, pixels=pixels)
+        return sizes.is_supported(x, grid, kernel, residual=True, at_start=True, pixels=shape[2] * shape[3])
 
     kernel = struct(*window, shape[-1], outputs, dtype=dtype)
     assert answer(takes, struct(*shape, dtype=dtype), kernel) == taken
@@ -336,11 +330,10 @@ def test_mosaic_compiles_it_in_place(topology, frames, beyond, channels, outputs
         y, latest, moments = tpu.convolved(x, multiplier, offset, cache, residual, kernel, bias)
         return pixels_first(y), pixels_first(latest), moments
 
-    cells = [struct(1, height // 4, width // 4, 8, channels, dtype=jnp.float32)] * 2
     operands = (
         *(struct(height, width, 1, *of_pixel) for of_pixel in ((frames, channels), (2, channels))),
         struct(height, width, 1, frames, outputs),
-        *cells,
+        *[struct(1, height // 4, width // 4, 8, channels, dtype=jnp.float32)] * 2,
         struct(3, 3, 3, channels, outputs),
         struct(outputs),
     )
