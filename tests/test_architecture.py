@@ -299,8 +299,9 @@ def test_what_breaks_a_rule_is_named(module, added, words):
 
 def test_no_kernel_asks_for_the_size_of_its_grid():
     """JAX 0.11 takes one trace for equal kernels and blocks: the size would be another grid's."""
-    kernels = (ROOT / "jax_kernels").rglob("*.py")
-    assert [path for path in kernels if "pl.num_programs(" in path.read_text()] == []
+    assert [
+        path for path in (ROOT / "jax_kernels").rglob("*.py") if "pl.num_programs(" in path.read_text()
+    ] == []
 
 
 SEAM = {"on_accelerator", "torch_view"}
@@ -354,8 +355,9 @@ def drawn(heading):
 
 def decode(monkeypatch):
     monkeypatch.setattr("jax_kernels.norm_conv3d", reach)
-    vae = reference.on_jax(port(reference.small_vae(**reference.TWO_SHALLOW_LEVELS)))
-    vae.decode(reference.latents(3).to("jax"))
+    reference.on_jax(port(reference.small_vae(**reference.TWO_SHALLOW_LEVELS))).decode(
+        reference.latents(3).to("jax")
+    )
 
 
 def denoise(monkeypatch):

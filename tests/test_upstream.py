@@ -56,15 +56,17 @@ def test_models_and_pipelines_are_made_by_one_class_method(kind, name):
 
 @pytest.mark.parametrize("kind", call.PIPELINES)
 def test_a_pipeline_asks_one_method_for_its_rotary_tables(kind):
-    asks = f"self.{upstream.ROTARY_TABLES}(height, width, "
-    assert asks in inspect.getsource(kind.__call__), f"{kind.__name__} makes its tables elsewhere now"
+    assert f"self.{upstream.ROTARY_TABLES}(height, width, " in inspect.getsource(kind.__call__), (
+        f"{kind.__name__} makes its tables elsewhere now"
+    )
 
 
 def test_jax_says_how_long_it_traces_lowers_and_compiles():
     watch = terminal.CompileClock()
     jax.jit(lambda x: x * 5 + 3)(2.0)
-    heard = {event for event, *_ in watch.spans}
-    assert heard >= {*upstream.TRACING_EVENTS, *upstream.COMPILING_EVENTS}, "jax.monitoring has other names"
+    assert {event for event, *_ in watch.spans} >= {*upstream.TRACING_EVENTS, *upstream.COMPILING_EVENTS}, (
+        "jax.monitoring has other names"
+    )
 
 
 @pytest.mark.parametrize(

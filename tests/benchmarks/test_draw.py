@@ -61,8 +61,9 @@ def test_sentences_say_what_the_tables_beside_them_say():
 def test_the_pages_call_estimates_as_short_as_the_intervals_do():
     late = round(100 * max(high for _low, high in estimated_tables.stretches().values()) - 100)
     for page in ("README.md", "docs/performance.md"):
-        text = " ".join((pages.ROOT / page).read_text().split())
-        assert set(re.findall(r"up to (\d+) % too short", text)) == {str(late)}, page
+        assert set(
+            re.findall(r"up to (\d+) % too short", " ".join((pages.ROOT / page).read_text().split()))
+        ) == {str(late)}, page
 
 
 def test_a_few_steps_take_less_and_no_negative_prompt():
@@ -84,8 +85,11 @@ def test_a_result_has_a_row_for_the_whole_run_and_one_for_each_part():
     estimated = GOOD | {"whole": whole, "flops": 4e9, "estimate": {"later": 0.25}}
     head, _line, *rows = cells(report.markdown(made_up(("torchax", estimated))))
     found = [dict(zip(head, row, strict=True)) for row in rows]
-    parts = [(row["part"], row["estimate over measured"]) for row in found]
-    assert parts == [("whole", ""), ("first", ""), ("later", "0.50")]
+    assert [(row["part"], row["estimate over measured"]) for row in found] == [
+        ("whole", ""),
+        ("first", ""),
+        ("later", "0.50"),
+    ]
     assert found[0] == found[0] | {
         **{"cold start, s": "3", "warm start, s": "0.75", "GFLOP/s": "2"},
         **{"run, ms": "2e+03", "fastest to slowest": "1e+03 to 3e+03", "runs": "3"},

@@ -35,8 +35,7 @@ def test_a_step_is_planned_whole_with_the_work_that_pytorch_counts():
     assert work.about["network"] == "step, 2 layers"
     assert plan.argument_bytes == pytest.approx(4 * weights, rel=0.05)  # all layers' weights, and inputs
     # Of two passes through all layers: 2 FLOPs for each weight of a matrix and each token, and attention's.
-    tokens = 16 + 3 * 2 * 4
-    assert 2 * work.flops == pytest.approx(2 * 2 * tokens * weights, rel=0.3)
+    assert 2 * work.flops == pytest.approx(2 * 2 * (16 + 3 * 2 * 4) * weights, rel=0.3)
     assert plan.flops >= work.flops
 
 

@@ -221,8 +221,9 @@ def small_jobs(monkeypatch):
     """Give each job the smallest size."""
     sizes = {"decode": (17, 8, 8), "encode": (17, 8, 8), "still": (1, 8, 8)}
     for name, row in jobs.JOBS.items():
-        small = jobs.Size("small", *sizes.get(name, (5, 16, 16)))
-        monkeypatch.setitem(jobs.JOBS, name, replace(row, small=small))
+        monkeypatch.setitem(
+            jobs.JOBS, name, replace(row, small=jobs.Size("small", *sizes.get(name, (5, 16, 16))))
+        )
 
 
 @pytest.fixture
@@ -277,8 +278,8 @@ def test_a_device_is_measured_by_the_port_and_its_peers(names, shallow_directory
 @pytest.mark.slow
 def test_backends_are_compared_in_processes_of_their_own(model_directory, tmp_path, capsys):
     video = "--frames 1 --height 16 --width 16 --repetitions 1 --warmups 0 --quiet --json"
-    arguments = ["--model", str(model_directory), "-o", str(tmp_path), *video.split()]
-    assert command.main(["ab", *arguments, "--backends", "torchax", "torch"]) == 0
+    about = f"ab --model {model_directory} -o {tmp_path} --backends torchax torch"
+    assert command.main([*about.split(), *video.split()]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [(result["job"], result["way"], result["status"]) for result in found["results"]] == [
         (job, way, "ok") for job in ("decode", "encode") for way in ("torchax", "torch")
@@ -418,8 +419,10 @@ def test_the_port_is_estimated_on_the_host_for_the_topology_of_its_devices(run):
 
     found = run(MadeUp(TPU, answer), "kernels")
     assert found["published"].keys() == {*calibration.cases_of(TPU["kind"])} != set()
-    estimates = [(result["way"], result.get("estimate")) for result in found["results"]]
-    assert estimates == [("torchax", {"first": 0.01}), (jobs.KERNELS_OFF, None)] * 2
+    assert [(result["way"], result.get("estimate")) for result in found["results"]] == [
+        ("torchax", {"first": 0.01}),
+        (jobs.KERNELS_OFF, None),
+    ] * 2
 
 
 @pytest.mark.usefixtures("two_kernels", "a_compiler", "in_an_empty_directory")

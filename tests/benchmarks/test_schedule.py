@@ -140,8 +140,9 @@ def test_stores_and_loads_with_a_guard_have_effect_only_where_the_guard_says_so(
         .replace("0xd   : > {}", "0xd   : > { %s65_s7 = sld [smem:[#allocation9]] }")
     )
     for load in ("]] }", "]] (%p60_p4) }"):
-        found = schedule.read_schedule(stored.replace("]] }", load), "", 4)
-        assert found == schedule.Schedule(3 + 4 * 7 + trips * 13 + 1, 0, 0)
+        assert schedule.read_schedule(stored.replace("]] }", load), "", 4) == schedule.Schedule(
+            3 + 4 * 7 + trips * 13 + 1, 0, 0
+        )
     with pytest.raises(schedule.UnknownDumpError, match="hangs on data"):  # nothing else writes the register
         schedule.read_schedule(stored.replace("]] }", "]] (!%p60_p4) }"), "", 4)
 

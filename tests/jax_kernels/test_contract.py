@@ -70,8 +70,7 @@ class Case:
 
 def reference_of(op):
     """Return the definition of an op: what has its name in the file `reference` of its folder."""
-    folder = importlib.import_module(f"{op.__module__.rpartition('.')[0]}.reference")
-    return getattr(folder, op.__name__)
+    return getattr(importlib.import_module(f"{op.__module__.rpartition('.')[0]}.reference"), op.__name__)
 
 
 X, IMAGE, Z, V, CONVOLVED = (1, 4, 4, 8, 16), (1, 1, 4, 8, 16), (1, 2, 2, 4, 4), (16,), (1, 4, 4, 8, 16)
@@ -522,8 +521,9 @@ def test_shards_are_the_whole_and_their_padding_is_clear(name, way, padded):
     how = {"implementation": way} if way in case.implementations else {}
     operands, arrays = drawn(case, jnp.float32)
     with reference.as_on_a_tpu() if way == "on a TPU" else contextlib.nullcontext():
-        run = on_mesh(functools.partial(case.op, **case.options, **how), 1, padded, 1, 4)
-        found = run(*operands, **arrays)
+        found = on_mesh(functools.partial(case.op, **case.options, **how), 1, padded, 1, 4)(
+            *operands, **arrays
+        )
     for got, want in zip(*map(jax.tree.leaves, (found, wanted(case, jnp.float32))), strict=True):
         real = want.shape[3]
         assert got.shape[3] == padded * real
@@ -565,8 +565,9 @@ def lowered(case, shapes, dtype, platform):
     arrays = {
         name: struct(shape if shapes is case.shapes else shapes[0]) for name, shape in case.arrays.items()
     }
-    traced = run.trace([struct(shape) for shape in shapes], arrays)
-    return traced.lower(lowering_platforms=(platform,)).as_text()
+    return (
+        run.trace([struct(shape) for shape in shapes], arrays).lower(lowering_platforms=(platform,)).as_text()
+    )
 
 
 def kernels_on_a_tpu(case, shapes, dtype):
@@ -624,8 +625,10 @@ def test_frames_that_a_pallas_kernel_takes_go_through_it_on_a_tpu(name, shape, d
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 @pytest.mark.parametrize("name", CASES)
 def test_float32_asks_for_full_precision(name, platform):
-    text = lowered(CASES[name], CASES[name].shapes, jnp.float32, platform)
-    assert all("HIGHEST" in line for line in reference.products_of(text))
+    assert all(
+        "HIGHEST" in line
+        for line in reference.products_of(lowered(CASES[name], CASES[name].shapes, jnp.float32, platform))
+    )
 
 
 @pytest.mark.parametrize("name", sorted({*jax_kernels.__all__} - {"ColumnMoments", "NormParams"}))

@@ -16,8 +16,9 @@ from tests.reference import largest_error, tpu_interpreter, traced_anew
 
 
 def inputs(length, *, keys=None, batch=1, heads=2, channels=16, dtype=jnp.float32):
-    lengths = (length, keys or length, keys or length)
-    return devices.drawn(*((batch, n, heads, channels) for n in lengths), dtype=dtype)
+    return devices.drawn(
+        *((batch, n, heads, channels) for n in (length, keys or length, keys or length)), dtype=dtype
+    )
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -75,8 +76,9 @@ def test_keys_that_only_pad_have_no_say_whatever_they_hold_at_any_scale(num_keys
     want = reference.attention(q, k[:, :num_keys], v[:, :num_keys], scale=scale)
     index = jnp.arange(300)[:, None, None]
     k, v = (jnp.where(index < num_keys, x, jnp.where(index % 2, jnp.nan, 1e38)) for x in (k, v))
-    got = interpreted(q, k, v, num_keys=num_keys, scale=scale, implementation=form)
-    assert largest_error(got, want) < 1e-5
+    assert (
+        largest_error(interpreted(q, k, v, num_keys=num_keys, scale=scale, implementation=form), want) < 1e-5
+    )
 
 
 def drawn(queries=300, keys=600, channels=64):

@@ -177,8 +177,9 @@ def test_strips_of_few_frames_have_blocks_that_a_tpu_takes(frames, monkeypatch):
     monkeypatch.setattr(sizes, "vmem_limit", lambda: 63 * 2**20)
     x, vector, kernel = struct(1, frames, 8, 512, 512), struct(512), struct(3, 3, 3, 512, 512)
     assert sizes.sizes_of(x, 1, 1, 512, False).strips > 1
-    run = jax.jit(functools.partial(norm_conv3d, num_groups=32, first_frame_alone=frames == 1))
-    traced = run.trace(x, NormParams(vector, vector), kernel, vector)
+    traced = jax.jit(functools.partial(norm_conv3d, num_groups=32, first_frame_alone=frames == 1)).trace(
+        x, NormParams(vector, vector), kernel, vector
+    )
     assert "norm_conv3d" in traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
@@ -230,8 +231,11 @@ def test_shards_give_what_one_device_gives(
 ):
     operands, options = given(shape, outputs, cell, cached, added)
     residual = options.pop("residual")
-    convolve = on_mesh(functools.partial(norm_conv3d, **options), *width, *mesh)
-    check(convolve(*operands, residual=residual), operands, residual)
+    check(
+        on_mesh(functools.partial(norm_conv3d, **options), *width, *mesh)(*operands, residual=residual),
+        operands,
+        residual,
+    )
     assert interpreted_on_mesh
 
 
@@ -241,8 +245,7 @@ def test_the_derivatives_of_a_padded_shard_with_neighbours_are_those_of_the_plai
     x, _, kernel, bias, cache = inputs((1, 2, 2, 32, 16), outputs)
     ones = jnp.ones((1, 1, 1, 8, 16))
     edge = jnp.arange(2 * 2 * outputs, dtype=jnp.float32).reshape(1, 2, 2, 1, outputs) / outputs
-    residual = x[..., :outputs] + 1
-    floats = x, ones * 0.7, ones * 0.1, cache, residual, kernel, bias, (edge, -edge)
+    floats = x, ones * 0.7, ones * 0.1, cache, x[..., :outputs] + 1, kernel, bias, (edge, -edge)
     tangents = *jax.tree.map(lambda x: jnp.full_like(x, 0.5), floats), np.zeros((), jax.dtypes.float0)
     primals = *floats, jnp.int32(31)
     (y, *_), (tangent, *_) = jax.jvp(tpu.convolved, primals, tangents)
@@ -353,15 +356,16 @@ def convolved_in_place(x, cache, norm, kernel, bias, **options):
 
 def copied_sizes(compiled):
     """Return the number of values of each array in bfloat16 that a program copies or computes anew."""
-    shapes = re.findall(r"= bf16\[([\d,]*)\]\S* (?:copy|fusion)\(", compiled.as_text())
-    return [math.prod(map(int, shape.split(","))) for shape in shapes]
+    return [
+        math.prod(map(int, shape.split(",")))
+        for shape in re.findall(r"= bf16\[([\d,]*)\]\S* (?:copy|fusion)\(", compiled.as_text())
+    ]
 
 
 def spatial(width, channels, rows=1):
     """Return a spatial norm by two frames of latents of so many rows, a kernel and a bias, as structs."""
     vector, matrix = struct(channels), struct(16, channels)
-    latents = struct(1, 2, rows, width // 8, 16)
-    norm = NormParams(vector, vector, latents, matrix, vector, matrix, vector)
+    norm = NormParams(vector, vector, struct(1, 2, rows, width // 8, 16), matrix, vector, matrix, vector)
     return norm, struct(3, 3, 3, channels, channels), vector
 
 

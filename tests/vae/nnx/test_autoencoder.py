@@ -254,8 +254,7 @@ def test_an_unchanged_pipeline_runs_with_it():
     want = pipe(**small_pipelines.inputs("image")).frames
     pipe.vae = FlaxVAEForPipelines.from_diffusers(pipe.vae)
     assert (pipe.vae.dtype, pipe.vae.device) == (torch.float32, torch.device("cpu"))
-    got = pipe.to("cpu")(**small_pipelines.inputs("image")).frames
-    check_close(got, want)
+    check_close(pipe.to("cpu")(**small_pipelines.inputs("image")).frames, want)
 
 
 def test_without_flax_the_extra_is_named(monkeypatch):
