@@ -104,13 +104,13 @@ def flax_vae(small_vae):
 @pytest.fixture(scope="session")
 def jax_vae_on_eight(small_vae):
     """Return `jax_vae`, one video over eight devices."""
-    return reference.on_jax(port_to_eight(copy.deepcopy(small_vae)))
+    return reference.on_jax(port(copy.deepcopy(small_vae), mesh=make_mesh(1, 8)))
 
 
 @pytest.fixture(scope="session")
 def flax_vae_on_eight(small_vae):
     """Return `flax_vae`, one video over eight devices."""
-    return port_to_eight(reference.built("flax", small_vae))
+    return port(reference.built("flax", small_vae), mesh=make_mesh(1, 8))
 
 
 BACKENDS = {
@@ -126,10 +126,6 @@ BACKENDS = {
 def backend(request):
     """Return a VAE on each backend in turn."""
     return request.getfixturevalue(BACKENDS[request.param])
-
-
-def port_to_eight(vae):
-    return port(vae, mesh=make_mesh(1, 8))
 
 
 @pytest.fixture(autouse=True)

@@ -91,9 +91,8 @@ def sources() -> Iterator[tuple[str, str]]:
         if path.suffix == ".py":
             yield path.name, path.read_text()
         if path.suffix == ".ipynb":
-            for cell in json.loads(path.read_text())["cells"]:
-                if cell["cell_type"] == "code":
-                    yield path.name, "".join(cell["source"])
+            cells = json.loads(path.read_text())["cells"]
+            yield from ((path.name, "".join(each["source"])) for each in cells if each["cell_type"] == "code")
     for page in PAGES:
         yield from ((page, block.text) for block in blocks(page) if block.language == "python")
 

@@ -70,56 +70,56 @@ def test_jax_says_how_long_it_traces_lowers_and_compiles():
 
 
 @pytest.mark.parametrize(
-    ("where", "use", "words"),
+    ("take_away", "use", "words"),
     [
         pytest.param(
-            "torch.overrides._get_current_function_mode_stack",
+            lambda patch: patch.delattr("torch.overrides._get_current_function_mode_stack"),
             upstream.torchax_is_on,
             "torch .* has no torch.overrides._get_current_function_mode_stack any more: install torch==",
             id="torch's stack of modes",
         ),
         pytest.param(
-            "torchax.tensor.XLAFunctionMode",
+            lambda patch: patch.delattr("torchax.tensor.XLAFunctionMode"),
             upstream.torchax_is_on,
             "torchax .* has no torchax.tensor.XLAFunctionMode any more: install torchax==",
             id="torchax's mode",
         ),
         pytest.param(
-            "torchax.tensor.Tensor.apply_jax_",
+            lambda patch: patch.delattr("torchax.tensor.Tensor.apply_jax_"),
             lambda: upstream.replace_array(runtime.to_jax(torch.ones(1)), abs),
             "torchax .* has no Tensor.apply_jax_ any more",
             id="torchax's assignment",
         ),
         pytest.param(
-            "jax.core.Tracer",
+            lambda patch: patch.delattr("jax.core.Tracer"),
             lambda: upstream.is_traced(1),
             "jax .* has no jax.core.Tracer any more: install jax==",
             id="JAX's tracer",
         ),
         pytest.param(
-            "jax._src.core.trace_state_clean",
+            lambda patch: patch.delattr("jax._src.core.trace_state_clean"),
             upstream.is_tracing,
             "jax .* has no jax._src.core.trace_state_clean any more: install jax==",
             id="JAX's state of tracing",
         ),
         pytest.param(
-            "diffusers.hooks._helpers.TransformerBlockRegistry",
+            lambda patch: patch.setitem(sys.modules, "jax._src.core", None),
+            upstream.is_tracing,
+            "jax .* has no jax._src.core.trace_state_clean any more: install jax==",
+            id="the module of JAX's state of tracing",
+        ),
+        pytest.param(
+            lambda patch: patch.delattr("diffusers.hooks._helpers.TransformerBlockRegistry"),
             lambda: upstream.register_block(type("Block", (), {})),
             "diffusers .* has no diffusers.hooks._helpers.TransformerBlockRegistry any more",
             id="diffusers' registry of blocks",
         ),
     ],
 )
-def test_what_a_release_takes_away_is_named_with_the_release_that_has_it(monkeypatch, where, use, words):
-    monkeypatch.delattr(where)
+def test_what_a_release_takes_away_is_named_with_the_release_that_has_it(monkeypatch, take_away, use, words):
+    take_away(monkeypatch)
     with pytest.raises(ImportError, match=words):
         use()
-
-
-def test_a_module_that_a_release_takes_away_is_named_with_the_release_that_has_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "jax._src.core", None)
-    with pytest.raises(ImportError, match="has no jax._src.core.trace_state_clean any more: install jax=="):
-        upstream.is_tracing()
 
 
 # What ported classes override by its name

@@ -118,9 +118,6 @@ def test_memory_that_ran_out_is_told_from_other_failures(error, status):
     assert worker.failure(error)["status"] == status
 
 
-DOES = "import json, os, sys, time; asked = json.load(sys.stdin)['request']; {does}"
-
-
 @pytest.mark.parametrize(
     ("does", "found"),
     [
@@ -143,7 +140,8 @@ DOES = "import json, os, sys, time; asked = json.load(sys.stdin)['request']; {do
     ],
 )
 def test_whatever_a_process_does_is_an_answer(monkeypatch, does, found):
-    monkeypatch.setattr(worker, "COMMAND", (sys.executable, "-S", "-c", DOES.format(does=does)))
+    code = f"import json, os, sys, time; asked = json.load(sys.stdin)['request']; {does}"
+    monkeypatch.setattr(worker, "COMMAND", (sys.executable, "-S", "-c", code))
     assert worker.ask("measure", {"status": "ok"}, {"SEEN": "a"}, 1.0 if "sleep" in does else 60.0) == found
 
 

@@ -294,11 +294,9 @@ WAYS = [(name, way) for name, case in CASES.items() for way in ("chosen", "on a 
 @contextlib.contextmanager
 def run_by(way: str):
     """Options that have an op run this way, its Pallas kernels interpreted."""
-    if way == "chosen":
-        yield {}
-        return
-    with reference.interpreted_kernels() if way == "on a TPU" else reference.tpu_interpreter():
-        yield {} if way == "on a TPU" else {"implementation": way}
+    by_choice = {"chosen": contextlib.nullcontext, "on a TPU": reference.interpreted_kernels}
+    with by_choice.get(way, reference.tpu_interpreter)():
+        yield {} if way in by_choice else {"implementation": way}
 
 
 every_way = pytest.mark.parametrize(("name", "way"), WAYS, ids=[f"{name}-{way}" for name, way in WAYS])
@@ -480,8 +478,7 @@ def slopes(case, function, **how):
     """Return the derivatives of a weighted sum of results."""
     operands, arrays = drawn(case, jnp.float32)
     # Not of angles, of which a pair has one, nor of where a kind of tokens begins.
-    fixed = (None, int, *TABLES)
-    floats = [place for place, shape in enumerate(case.shapes) if shape not in fixed]
+    floats = [place for place, shape in enumerate(case.shapes) if shape not in (None, int, *TABLES)]
 
     def loss(*operands):
         found = function(*operands, **arrays, **case.options, **how)

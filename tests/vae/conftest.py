@@ -15,14 +15,17 @@ def on_backends(backends, cases, *, quick, slow):
     `cases` has the values of each case by its name. `quick` and `slow` name, for each backend, the cases that
     `make test` and `make test-all` run. All others are left to `make test-product`.
     """
-
-    def marks(backend, name):
-        if name in quick.get(backend, ()):
-            return ()
-        return pytest.mark.slow if name in slow.get(backend, ()) else pytest.mark.product
-
     return [
-        pytest.param(backend, *values, marks=marks(backend, name), id=f"{name} by {backend}")
+        pytest.param(
+            backend,
+            *values,
+            id=f"{name} by {backend}",
+            marks=()
+            if name in quick.get(backend, ())
+            else pytest.mark.slow
+            if name in slow.get(backend, ())
+            else pytest.mark.product,
+        )
         for name, values in cases.items()
         for backend in backends
     ]

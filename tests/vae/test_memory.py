@@ -1,6 +1,5 @@
 """Tiles chosen by memory, and going on in tiles where it runs out."""
 
-import copy
 import itertools
 import json
 import os
@@ -80,8 +79,8 @@ def test_a_bad_tile_size_is_an_error_that_names_a_good_one(text, words):
 
 
 @pytest.fixture
-def vae(shallow_vae):
-    return port(copy.deepcopy(shallow_vae))
+def vae():
+    return port(reference.small_vae(**reference.SHALLOW))
 
 
 @pytest.mark.parametrize("build", ["torchax", "flax"])

@@ -1,6 +1,5 @@
 """Models with the forms and kernels that a TPU runs: a first frame by itself, large frames, switches."""
 
-import copy
 import re
 from unittest import mock
 
@@ -84,7 +83,7 @@ def test_every_kind_of_length_has_the_error_of_pytorch(
 ):
     stock, draw = (shallow_vae, reference.latents) if kind == "decode" else (small_vae, reference.video)
     mesh = make_mesh(1, devices, devices=jax.devices()[:devices]) if devices > 1 else None
-    vae = port(reference.built(build, copy.deepcopy(stock).bfloat16()), mesh=mesh)
+    vae = port(reference.built(build, stock).bfloat16(), mesh=mesh)
     # These forms are a TPU's while this block is open. It is not a fixture of the module: other tests of the
     # module would get them too.
     with reference.interpreted_kernels(lanes=8, large=8 * 24, on_mesh=True) as traced:
@@ -107,6 +106,6 @@ def test_a_gpu_convolves_bfloat16_without_float32_and_rounds_as_pytorch_does(sma
     with reference.traced_anew() as patch:  # what the GPU computes, on this CPU
         for module in (conv3d_xla, resample_op):
             patch.setattr(module, "on_platform", lambda plain, **forms: forms.get("cuda", plain))
-        vae = reference.built("torchax", copy.deepcopy(small_vae).bfloat16())
+        vae = reference.built("torchax", small_vae).bfloat16()
         check_bfloat16(vae, "decode", reference.latents(5, height=6, width=8), small_vae)
         check_bfloat16(vae, "encode", reference.video(17, height=48, width=64), small_vae)
