@@ -58,20 +58,20 @@ def test_sentences_say_what_the_tables_beside_them_say():
     assert "fits on one v6e chip, and on one v5e chip with [offload]" in " ".join(readme.split())
 
 
-def test_the_pages_call_estimates_as_short_as_the_intervals_do():
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_a_page_calls_estimates_as_short_as_the_intervals_do(page):
     late = round(100 * max(high for _low, high in estimated_tables.stretches().values()) - 100)
-    for page in ("README.md", "docs/performance.md"):
-        assert set(
-            re.findall(r"up to (\d+) % too short", " ".join((pages.ROOT / page).read_text().split()))
-        ) == {str(late)}, page
+    text = " ".join((pages.ROOT / page).read_text().split())
+    assert set(re.findall(r"up to (\d+) % too short", text)) == {str(late)}
 
 
 def test_a_few_steps_take_less_and_no_negative_prompt():
     whole, few = (estimated_tables.video_seconds("5b", "v6e-1", steps) for steps in (None, 4))
     step = pages.estimate("one-pass-5b-v6e-1")["summary"]["with_collectives_s"]
     prompts, steps, *decoding = estimated_tables.spent(pages.estimate("pipeline-5b-v6e-1"))
-    assert whole == pytest.approx(prompts + steps + sum(decoding))
-    assert few == pytest.approx(prompts / 2 + 4 * step + sum(decoding))
+    assert (whole, few) == pytest.approx(
+        (prompts + steps + sum(decoding), prompts / 2 + 4 * step + sum(decoding))
+    )
 
 
 def test_a_page_without_the_marks_of_a_table_is_refused(refused):

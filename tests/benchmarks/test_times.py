@@ -74,8 +74,8 @@ def test_published_times_give_the_intervals_of_estimates(monkeypatch):
 
 
 def test_a_device_runs_the_published_programs_of_its_generation(monkeypatch):
-    assert calibration.cases_of("cpu") == []
-    assert calibration.cases_of("TPU v6 lite") == ["v6e: attention, 75,600 tokens of 5 heads"]
+    known = {kind: calibration.cases_of(kind) for kind in ("cpu", "TPU v6 lite")}
+    assert known == {"cpu": [], "TPU v6 lite": ["v6e: attention, 75,600 tokens of 5 heads"]}
     monkeypatch.setitem(
         calibration.CASES, "v6e: small", (jnp.matmul, [(8, 8)] * 2, 1.0, programs.PRODUCTS, "")
     )
@@ -138,8 +138,8 @@ ALL = (tuple(range(8)),)
 def test_a_gigabyte_takes_what_arithmetic_says_and_each_message_a_time_of_its_own(links, kind, groups, want):
     rounds = {"all-to-all": 1, "all-reduce": 2 * (len(groups[0]) - 1)}.get(kind, len(groups[0]) - 1)
     messages = links.collective_seconds(kind, 0, groups)
-    assert messages == pytest.approx(rounds * MESSAGE)
-    assert links.collective_seconds(kind, 87 * GB, groups) - messages == pytest.approx(want)
+    seconds = links.collective_seconds(kind, 87 * GB, groups) - messages
+    assert (messages, seconds) == pytest.approx((rounds * MESSAGE, want))
 
 
 COLLECTIVES = """
@@ -175,8 +175,8 @@ ENTRY %main (x: f32[1000]) -> f32[1000] {
 
 def test_groups_and_trips_are_read_off_the_text():
     found = {one.name: one for one in hlo.instructions(COLLECTIVES)}
-    assert found["r"].groups == found["b"].groups == HALVES
-    assert [found[name].groups for name in "gopt"] == [COLUMNS, HALVES, ((0, 1), (1, 0), (2, 4)), ()]
+    groups = [HALVES, HALVES, COLUMNS, HALVES, ((0, 1), (1, 0), (2, 4)), ()]
+    assert [found[name].groups for name in "rbgopt"] == groups
     assert (found["w"].trips, found["u"].trips, found["g"].trips) == (5, None, 1)
     times = hlo.times_run(list(found.values()))
     assert times == times | {"main": 1, "body": 5, "then": 5, "branch": 5, "all-reduce-scatter.1": 1}

@@ -96,8 +96,7 @@ def test_the_methods_of_tiles_run_in_tiles_though_tiling_is_off(build, shallow_v
     vae.disable_tiling()
     with torch.no_grad():
         got = vae.tiled_decode(z).sample, vae.tiled_encode(x)
-    for ours, in_tiles in zip(got, wanted, strict=True):
-        assert torch.equal(runtime.to_torch(ours), in_tiles)
+    assert all(map(torch.equal, map(runtime.to_torch, got), wanted))
     assert not torch.equal(reference.run_decode(vae, z), wanted[0])
 
 
@@ -170,8 +169,7 @@ def test_what_tiles_do_not_help_against_is_raised(vae, errors, several_processes
     monkeypatch.setattr(memory, "of_several_processes", lambda mesh: several_processes)
     with pytest.raises(RuntimeError) as raised:
         list(memory.retry_tiled_on_oom(vae, (16, 24), start, print))
-    assert raised.value is errors[-1]
-    assert vae.use_tiling == (len(errors) > 1)
+    assert (raised.value, vae.use_tiling) == (errors[-1], len(errors) > 1)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 9, 1), reason="XLA orders a CPU's operations for memory since")

@@ -193,8 +193,7 @@ def test_cudnn_gets_even_lengths_alone(queries, keys, num_keys, monkeypatch):
     in_xla = jax.nn.dot_product_attention
 
     def in_place_of_cudnn(q, k, v, *, implementation, **options):
-        assert implementation == "cudnn"
-        assert q.shape[1] % 2 == k.shape[1] % 2 == 0
+        assert (implementation, q.shape[1] % 2, k.shape[1] % 2) == ("cudnn", 0, 0)
         return in_xla(q, k, v, **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", in_place_of_cudnn)
@@ -203,8 +202,7 @@ def test_cudnn_gets_even_lengths_alone(queries, keys, num_keys, monkeypatch):
         jax.vjp(jax.jit(functools.partial(form, scale=0.3, num_keys=num_keys)), *operands)
         for form in (xla.cudnn, reference.attention)
     )
-    for got, wanted in zip((y, *pull(want)), (want, *pull_plain(want)), strict=True):
-        assert largest_error(got, wanted) < 1e-5
+    assert np.max([*map(largest_error, (y, *pull(want)), (want, *pull_plain(want)))]) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -236,6 +234,5 @@ def test_over_a_mesh_each_device_has_its_own_part_and_no_number_changes(batch, h
 
 def test_cudnn_is_left_out_where_kernels_are_off(monkeypatch):
     monkeypatch.setattr(xla, "cudnn_supports", lambda q: True)
-    q = jnp.zeros(1)
-    assert op._fastest(Target("cuda", pallas=True), q, q) == "cudnn"
-    assert op._fastest(Target("cuda", pallas=False), q, q) == "plain"
+    found = {pallas: op._fastest(Target("cuda", pallas=pallas), None, None) for pallas in (True, False)}
+    assert found == {True: "cudnn", False: "plain"}

@@ -28,8 +28,7 @@ def test_blocks_of_any_heads_are_the_definition(heads, channels, positions, dtyp
     arrays = x, weight, bias, jnp.cos(angles), jnp.sin(angles)
     with interpreted_kernels(lanes=128) as traced:
         got = qk_norm_rope(*arrays, heads=heads, scale=0.3)
-    assert traced == ["prepare"]
-    assert got.dtype == dtype
+    assert (traced, got.dtype) == (["prepare"], dtype)
     want = reference.qk_norm_rope(*(array.astype(jnp.float32) for array in arrays), heads=heads, scale=0.3)
     assert largest_error(got, want) < (1e-5 if dtype == jnp.float32 else 2**-8)  # rounded once
 

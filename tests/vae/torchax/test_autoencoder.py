@@ -19,7 +19,7 @@ FLAX_ON_EIGHT = "flax over eight devices"
 ONE_DEVICE = ("torch", "torchax", "flax")
 
 COUNTS = (1, 5, 8, 9, 13, 16, 17, 29, 32, 33, 49, *(2, 3, 6, 7, 10, 12, 15))
-"""Of frames. To the last ones no whole number of latent frames decodes; diffusers encodes them all the same."""
+"""Numbers of frames. To the last ones no latent frames decode; diffusers encodes them all the same."""
 
 
 def latents_for(backend, frames, **options):
@@ -173,8 +173,8 @@ def test_return_types_are_diffusers(small_vae, backend):
     x, z = reference.video(1), reference.latents(1)
     for kind, given in {"encode": x, "decode": z}.items():
         call, want = getattr(backend, kind), getattr(small_vae, kind)(given)
-        assert type(call(reference.beside(backend, given))) is type(want)
-        assert type(call(reference.beside(backend, given), return_dict=False)) is tuple
+        placed = reference.beside(backend, given)
+        assert [type(call(placed)), type(call(placed, return_dict=False))] == [type(want), tuple]
 
 
 @pytest.mark.parametrize(

@@ -194,8 +194,8 @@ def test_a_gradient_has_the_dtype_of_its_weight_after_a_cast_on_jax(vae):
     vae.to(torch.bfloat16).to(torch.float32).train()
     vae.encode(runtime.to_jax(reference.video(1))).latent_dist.mean.sum().backward()
     weight = vae.encoder.conv_out.conv.weight
-    assert (weight.dtype, weight.grad.dtype) == (torch.float32, torch.float32)
-    assert runtime.array_of(weight.grad).dtype == "float32"
+    dtypes = [weight.dtype, weight.grad.dtype, runtime.array_of(weight.grad).dtype]
+    assert dtypes == [torch.float32, torch.float32, "float32"]
 
 
 @pytest.mark.slow
