@@ -162,8 +162,10 @@ def refused(capsys):
 @pytest.fixture
 def restored_cache():
     """Let a test configure JAX's compile cache anew; afterwards it is as before."""
-    settings = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {setting: getattr(jax.config, setting) for setting in settings}
+    before = {
+        setting: getattr(jax.config, setting)
+        for setting in ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    }
     configure_compile_cache.cache_clear()
     yield
     for setting, value in before.items():

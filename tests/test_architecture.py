@@ -65,12 +65,11 @@ KERNELS_TAKE = {"jax", "jaxtyping", "numpy", *PACKAGES, *sys.stdlib_module_names
 
 def sources() -> dict[str, str]:
     """Return the text of every module of the packages and of the laboratory, by its dotted name."""
-    found = {}
-    for package in (*PACKAGES, "benchmarks"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
-    return found
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path.read_text()
+        for package in (*PACKAGES, "benchmarks")
+        for path in sorted((ROOT / package).rglob("*.py"))
+    }
 
 
 HOMES = {
@@ -144,31 +143,31 @@ def in_order(package: str, modules: dict[str, str], name_of: Callable[[str], str
 
     `name_of` returns the name of a module's room: its part, or the module itself.
     """
-    arrows: dict[str, set[str]] = {}
-    for module, text in modules.items():
-        if module.startswith(f"{package}."):
-            found = (source for node in parsed(text)[1] for source, *_ in imported(node, modules))
-            arrows.setdefault(name_of(module), set()).update({*map(name_of, found)} - {name_of(module)})
-    rooms = arrows.keys()
-    return [*graphlib.TopologicalSorter({room: arrows[room] & rooms for room in rooms}).static_order()]
+    rooms = {module: name_of(module) for module in modules if module.startswith(f"{package}.")}
+    arrows: dict[str, set[str]] = {room: set() for room in rooms.values()}
+    for module, room in rooms.items():
+        found = (
+            name_of(source) for node in parsed(modules[module])[1] for source, _ in imported(node, modules)
+        )
+        arrows[room] |= arrows.keys() & {*found} - {room}
+    return [*graphlib.TopologicalSorter(arrows).static_order()]
 
 
 def _complaints_of(module: str, modules: dict[str, str]) -> Iterator[str]:
     (tree, found), part = parsed(modules[module]), part_of(module)
     if not (ast.get_docstring(tree) or "").partition("\n")[0].strip():
         yield f"{module}: its first line does not say what it is"
-    for node in found:
-        for source, name in imported(node, modules):
-            package = source.partition(".")[0]
-            if package in PACKAGES and part_of(source) != part:
-                yield from _complaints_of_arrow(module, part, source, name)
-            if part.startswith("jax_kernels") and package not in KERNELS_TAKE:
-                yield f"{module}: a kernel imports {package}"
-            if part != "benchmarks" and package in OUTSIDE:
-                yield f"{module}: {package} is not in the wheel"
-            owners = OWNERS.get(package, (module,))
-            if part != "benchmarks" and not any(f"{module}.".startswith(f"{owner}.") for owner in owners):
-                yield f"{module}: {package} is imported by {' and '.join(owners)} alone"
+    for source, name in itertools.chain.from_iterable(imported(node, modules) for node in found):
+        package = source.partition(".")[0]
+        if package in PACKAGES and part_of(source) != part:
+            yield from _complaints_of_arrow(module, part, source, name)
+        if part.startswith("jax_kernels") and package not in KERNELS_TAKE:
+            yield f"{module}: a kernel imports {package}"
+        if part != "benchmarks" and package in OUTSIDE:
+            yield f"{module}: {package} is not in the wheel"
+        owners = OWNERS.get(package, (module,))
+        if part != "benchmarks" and not any(f"{module}.".startswith(f"{owner}.") for owner in owners):
+            yield f"{module}: {package} is imported by {' and '.join(owners)} alone"
 
 
 def _complaints_of_arrow(module: str, part: str, source: str, name: str) -> Iterator[str]:

@@ -262,12 +262,17 @@ FEW = ("kernels", "prompt")
 @pytest.mark.slow_cases("others")
 def test_a_device_is_measured_by_the_port_and_its_peers(names, shallow_directory, run):
     found = run(ask_here, *names, models={"small": shallow_directory})
-    measured = {}
-    for result in found["results"]:
-        measured.setdefault(result["job"], {})[result["way"]] = [part["part"] for part in result["parts"]]
-        assert result["check"]["passed"]
-        assert all(part["runs"] >= 2 and part["median_s"] > 0 for part in result["parts"])
-    assert measured == {job: ways for job, ways in PARTS.items() if job.split()[0] in names}
+    assert {
+        (each["job"], each["way"], each["check"]["passed"]): [part["part"] for part in each["parts"]]
+        for each in found["results"]
+    } == {
+        (job, way, True): parts
+        for job, ways in PARTS.items()
+        if job.split()[0] in names
+        for way, parts in ways.items()
+    }
+    parts = [part for each in found["results"] for part in each["parts"]]
+    assert all(part["runs"] >= 2 and part["median_s"] > 0 for part in parts)
     assert "there are estimates for TPU v5 lite" in found["not_estimated"]
     assert shallow_directory not in json.dumps(found)
 

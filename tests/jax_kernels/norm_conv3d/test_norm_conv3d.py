@@ -377,14 +377,11 @@ def test_a_shard_copies_neither_its_frames_nor_its_cache_for_its_neighbours():
         spec = [None if axis != columns else "tp" for axis in range(len(x.shape))]
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
 
-    def run(*operands):
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return convolved_in_place(*operands, split=columns.Split(85, 88, columns=("tp",)))
-
     norm, kernel, bias = jax.tree.map(placed, spatial(width, channels, rows=8))
     norm = norm._replace(zq=placed(norm.zq, 3))
     x, cache = (placed(struct(height, width, 1, length, channels), 1) for length in (8, 2))
-    with jax.set_mesh(mesh):
+    run = functools.partial(convolved_in_place, split=columns.Split(85, 88, columns=("tp",)))
+    with jax.set_mesh(mesh), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         compiled = jax.jit(run, donate_argnums=1).lower(x, cache, norm, kernel, bias).compile()
     own, sizes = math.prod(x.shape) // 8, copied_sizes(compiled)
     assert "norm_conv3d" in compiled.as_text()
