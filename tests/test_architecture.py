@@ -43,9 +43,6 @@ LEVELS = (
 Above all of them are the folders of jax_kernels, in the order of their own imports.
 """
 
-OUTSIDE = ("benchmarks", "tests")
-"""Packages of the checkout alone, which a user of the wheel has not."""
-
 OWNERS = {
     "torchax": ("cogvideox_torchax.runtime",),
     "flax": ("cogvideox_torchax.vae.nnx", "benchmarks.wan_vae"),
@@ -163,7 +160,7 @@ def _complaints_of(module: str, modules: dict[str, str]) -> Iterator[str]:
             yield from _complaints_of_arrow(module, part, source, name)
         if part.startswith("jax_kernels") and package not in KERNELS_TAKE:
             yield f"{module}: a kernel imports {package}"
-        if part != "benchmarks" and package in OUTSIDE:
+        if part != "benchmarks" and package in ("benchmarks", "tests"):
             yield f"{module}: {package} is not in the wheel"
         owners = OWNERS.get(package, (module,))
         if part != "benchmarks" and not any(f"{module}.".startswith(f"{owner}.") for owner in owners):
@@ -319,8 +316,10 @@ def test_ported_modules_know_two_functions_of_a_bridge(module):
 
 
 PAGE = (ROOT / "docs/architecture.md").read_text()
-FIRST, *PARAGRAPHS = PAGE.split("\n## Contracts\n")[1].split("\n## ")[0].strip().split("\n\n")
-CONTRACTS = {text.split("**")[1]: text for text in PARAGRAPHS}
+CONTRACTS = {
+    text.split("**")[1]: text
+    for text in PAGE.split("\n## Contracts\n")[1].split("\n## ")[0].strip().split("\n\n")[1:]
+}
 """By its name, the text of each contract."""
 
 

@@ -66,13 +66,10 @@ def test_a_public_name_is_documented_and_typed(name):
         assert given.empty not in (*annotations, given.return_annotation), each
 
 
-CHECKED = (ROOT / "tests/typing/public_names.py").read_text().partition("\ndef ")[2]
-"""The code behind the imports."""
-
-
 @pytest.mark.parametrize("name", [name for name in PUBLIC if not name.startswith("jax_kernels")])
 def test_a_public_name_is_checked_strictly(name):
-    assert re.search(rf"(?<![\w.]){own_name(name)}\b", CHECKED)
+    _imports, _, code = (ROOT / "tests/typing/public_names.py").read_text().partition("\ndef ")
+    assert re.search(rf"(?<![\w.]){own_name(name)}\b", code)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -108,12 +105,8 @@ def taken(code: str) -> Iterator[str]:
             yield ast.unparse(node)
 
 
-PLACE = "cogvideox_torchax.__file__"
-"""Where the bundled models are."""
-
-
 def test_users_code_takes_public_names_alone():
-    allowed = {*PUBLIC, *PAGE_OF, PLACE}
+    allowed = {*PUBLIC, *PAGE_OF, "cogvideox_torchax.__file__"}  # beside which the bundled models are
     assert [
         f"{where}: {name}" for where, code in sources() for name in taken(code) if name not in allowed
     ] == []

@@ -18,7 +18,6 @@ GOOD = {
 }
 WRONG = {"status": "wrong", "check": {"passed": False, "relative_error": 0.3}}
 UNFIT = {"status": "does not fit", "reason": "RESOURCE_EXHAUSTED"}
-SIZE = jobs.Size("tiny", 9, 16, 24)
 
 
 def made_up(*results, **fields):
@@ -28,7 +27,10 @@ def made_up(*results, **fields):
         "device": {"platform": "cpu", "kind": "cpu", "used": 1},
         "dtype": "float32",
         "mesh": {"dp": None, "tp": None},
-        "results": [{"job": "decode", "way": way, "size": SIZE._asdict(), **found} for way, found in results],
+        "results": [
+            {"job": "decode", "way": way, "size": jobs.Size("tiny", 9, 16, 24)._asdict(), **found}
+            for way, found in results
+        ],
         **fields,
     }
 
@@ -109,7 +111,6 @@ def test_what_does_not_fit_or_is_wrong_is_said_and_shows_no_time_and_no_ratio():
     assert "torchax/flax" not in text
 
 
-SLOW = GOOD | {"whole": TIMES | jobs.spread([4.0])}
 FIELDS = {"commit": "a" * 40 + "+", "switched_off": {"group_norm": "wrong: 0.3"}}
 
 
@@ -117,7 +118,7 @@ FIELDS = {"commit": "a" * 40 + "+", "switched_off": {"group_norm": "wrong: 0.3"}
     ("results", "fields", "words"),
     [
         (
-            [("torchax", GOOD), ("flax", SLOW)],
+            [("torchax", GOOD), ("flax", GOOD | {"whole": TIMES | jobs.spread([4.0])})],
             {},
             "\n\n- decode of tiny, 9 x 16 x 24: torchax/flax 0.50 (2e+03 ms / 4e+03 ms)\n",
         ),

@@ -100,9 +100,10 @@ def test_the_other_backends_are_planned_too(model_directory, backend, kind, tp):
     words = f"--model {model_directory} --platform cpu --dtype float32 --frames 9 --height 16 --width 16"
     more = f"{words} --tp {tp} {'--encode' * (kind == 'encode')} --backend"
     ours, theirs = (plan_of(f"{more} {name}")["programs"] for name in ("torchax", backend))
-    assert [program["name"] for program in theirs] == [program["name"] for program in ours]
+    assert [(each["name"], each["frames"]) for each in theirs] == [
+        (each["name"], each["frames"]) for each in ours
+    ]
     for got, want in zip(theirs, ours, strict=True):
-        assert got["frames"] == want["frames"]
         # Both builds run the same convolutions. On a CPU these filter by Winograd, which divides the products
         # of a plain convolution, as in the stock modules, by at most 2.25 on a plane.
         assert 0.99 < got["flops"] / want["flops"] < (2.25 if backend == "torchax-stock" else 1.01)
@@ -275,15 +276,14 @@ def test_the_first_chunk_runs_once_and_the_later_program_for_each_other_chunk_in
 
 # A step, a prompt, a whole pipeline and training, of small networks, on this machine's CPU
 
-SMALL = {**small_pipelines.TRANSFORMER, "use_rotary_positional_embeddings": True, "num_layers": 2}
-SMALL_TEXT = {"vocab_size": 64, "d_model": 32, "d_kv": 4, "d_ff": 64, "num_heads": 8, "num_layers": 3}
-
 
 @pytest.fixture
 def small_networks(monkeypatch, in_an_empty_directory):
     """Have the networks that are known by name be small."""
-    monkeypatch.setitem(networks.TRANSFORMERS, "5b", SMALL)
-    monkeypatch.setattr(networks, "TEXT_ENCODER", networks.TEXT_ENCODER | SMALL_TEXT)
+    transformer = small_pipelines.TRANSFORMER | {"use_rotary_positional_embeddings": True, "num_layers": 2}
+    monkeypatch.setitem(networks.TRANSFORMERS, "5b", transformer)
+    text = {"vocab_size": 64, "d_model": 32, "d_kv": 4, "d_ff": 64, "num_heads": 8, "num_layers": 3}
+    monkeypatch.setattr(networks, "TEXT_ENCODER", networks.TEXT_ENCODER | text)
 
 
 @pytest.mark.usefixtures("small_networks")
@@ -325,18 +325,24 @@ def test_a_plan_on_the_command_line():
     assert plan_of(f"--network prompt {ON_CPU}")["summary"]["network"].startswith("prompt, 3 layers")
 
 
-CACHES = {
-    # Of 50 steps, how many are of each kind, the full one first; arrays (N, S, C) that are kept.
-    "first-block:0.1": ("--skips 20", "30 in full, 20 of skipping step 1", 2),
-    "pab": ("", "33 in full, 17 of skipping step 1", 2),
-    "fastercache": ("", "24 in full, 13 of skipping step 1, 13 of skipping step 2", None),
-    "taylorseer:5": ("", "13 in full, 37 of skipping step 1", None),
-}
-
-
 @pytest.mark.usefixtures("small_networks")
 @pytest.mark.parametrize(
-    ("cache", "more", "counts", "arrays"), [(k, *v) for k, v in CACHES.items()], ids=CACHES
+    ("cache", "more", "counts", "arrays"),
+    [
+        # Of 50 steps, how many are of each kind, the full one first; arrays (N, S, C) that are kept.
+        pytest.param(
+            "first-block:0.1", "--skips 20", "30 in full, 20 of skipping step 1", 2, id="first-block:0.1"
+        ),
+        pytest.param("pab", "", "33 in full, 17 of skipping step 1", 2, id="pab"),
+        pytest.param(
+            "fastercache",
+            "",
+            "24 in full, 13 of skipping step 1, 13 of skipping step 2",
+            None,
+            id="fastercache",
+        ),
+        pytest.param("taylorseer:5", "", "13 in full, 37 of skipping step 1", None, id="taylorseer:5"),
+    ],
 )
 @pytest.mark.slow_cases(but=["pab"])
 def test_a_plan_of_a_cache_counts_its_steps_and_what_it_keeps(cache, more, counts, arrays):

@@ -78,9 +78,8 @@ def flax_build(video: jax.Array, directory: str) -> None:
 
 def kernels(x: jax.Array, kernel: jax.Array, vector: jax.Array) -> None:
     """Stand for all kernels, whose annotations are alike: a checker sees plain arrays in jaxtyping's."""
-    y, cache = jax_kernels.conv3d(x, kernel, vector, None, implementation="summed")
-    assert_type(y, jax.Array)
-    assert_type(cache, jax.Array | None)
+    convolved = jax_kernels.conv3d(x, kernel, vector, None, implementation="summed")
+    assert_type(convolved, tuple[jax.Array, jax.Array | None])
     norm, moments = jax_kernels.NormParams(vector, vector), jax_kernels.ColumnMoments(x, x)
     assert_type(
         jax_kernels.norm_conv3d(x, norm, kernel, vector, moments=moments, num_groups=8),

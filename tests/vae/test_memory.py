@@ -58,19 +58,19 @@ def test_a_picture_that_fits_is_not_cut_and_one_that_does_not_is_cut_into_what_f
     assert memory.fitting_tile(WIDE, directions.DECODE, 960, 1440, 13, 0) == (16, 16)
 
 
-BAD = {
-    "240": "HEIGHTxWIDTH",
-    "240x": "HEIGHTxWIDTH",
-    "x": "HEIGHTxWIDTH",
-    "-8x16": "HEIGHTxWIDTH",
-    "²x16": "HEIGHTxWIDTH",
-    "100x360": "multiples of 8, 16 at least; 96x360 is near",
-    "8x16": "16x16 is near",
-    "0x0": "HEIGHTxWIDTH",
-}
-
-
-@pytest.mark.parametrize(("text", "words"), BAD.items())
+@pytest.mark.parametrize(
+    ("text", "words"),
+    {
+        "240": "HEIGHTxWIDTH",
+        "240x": "HEIGHTxWIDTH",
+        "x": "HEIGHTxWIDTH",
+        "-8x16": "HEIGHTxWIDTH",
+        "²x16": "HEIGHTxWIDTH",
+        "100x360": "multiples of 8, 16 at least; 96x360 is near",
+        "8x16": "16x16 is near",
+        "0x0": "HEIGHTxWIDTH",
+    }.items(),
+)
 def test_a_bad_tile_size_is_an_error_that_names_a_good_one(text, words):
     with pytest.raises(sizes.SizeError, match=words):
         memory.parse_tiles(text, 8)
@@ -150,8 +150,7 @@ def test_out_of_memory_is_said_once_and_the_rest_comes_in_tiles(vae, monkeypatch
     found = list(memory.retry_tiled_on_oom(vae, (16, 24), lambda: vae.decode_stream(z), said.append))
     assert said == [f"out of memory after {at} chunks: going on in tiles of 8 x 12 pixels"]
     tiled = list(vae.decode_stream(z))
-    assert [part.shape for part in found] == [part.shape for part in whole]
-    assert all(map(torch.equal, found, [*whole[:at], *tiled[at:]]))
+    assert all(torch.equal(*parts) for parts in zip(found, [*whole[:at], *tiled[at:]], strict=True))
     assert not torch.equal(whole[-1], tiled[-1])
 
 

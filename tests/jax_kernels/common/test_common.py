@@ -36,17 +36,19 @@ def over_channels(frames, taps):
 
 
 TIMES = np.arange(10)[:, None]
-FRAMES = {
-    "noise": lambda noise: noise,
-    "large": lambda noise: 1e4 * noise,
-    "one bright pixel": lambda noise: np.full_like(noise, 1e4) * (TIMES == 5),
-    "alternating": lambda noise: np.abs(noise[:, :1]) * np.where(TIMES % 2, 1, -1),
-    "constant": lambda noise: noise[:, :1] * np.ones_like(TIMES),
-}
-"""Frames of one pixel that are made of noise, worst cases of the transforms among them."""
 
 
-@pytest.mark.parametrize("make", FRAMES.values(), ids=FRAMES)
+@pytest.mark.parametrize(
+    "make",
+    [
+        # Frames of one pixel that are made of noise, worst cases of the transforms among them.
+        pytest.param(lambda noise: noise, id="noise"),
+        pytest.param(lambda noise: 1e4 * noise, id="large"),
+        pytest.param(lambda noise: np.full_like(noise, 1e4) * (TIMES == 5), id="one bright pixel"),
+        pytest.param(lambda noise: np.abs(noise[:, :1]) * np.where(TIMES % 2, 1, -1), id="alternating"),
+        pytest.param(lambda noise: noise[:, :1] * np.ones_like(TIMES), id="constant"),
+    ],
+)
 @pytest.mark.parametrize("tile", transforms.TRANSFORMS)
 def test_rounding_is_within_a_few_units_of_what_each_result_sums(tile, make):
     rng = np.random.default_rng(0)

@@ -27,21 +27,24 @@ def inputs(shape, outputs):
     return x, kernel / 8, bias
 
 
-CASES = {
-    "eight frames, a ragged row": ((1, 8, 3, 41, 16), 16, False),
-    "two videos, two tiles of channels to one": ((2, 8, 2, 9, 32), 16, False),
-    "four frames become eight, one tile to two": ((1, 4, 2, 50, 16), 32, True),
-    "four frames": ((1, 4, 3, 7, 16), 16, False),
-    "two frames become four, a ragged row": ((1, 2, 2, 73, 16), 16, True),
-    "eight frames, a column left over": ((1, 8, 1, 161, 16), 16, False),
-    "two frames": ((2, 2, 1, 5, 16), 16, False),
-    "one column": ((1, 8, 2, 1, 16), 16, False),
-    "five frames, the first alone": ((1, 5, 2, 8, 16), 16, True),
-    **{f"an image in bands, {rows} rows": ((2, 1, rows, 9, 16), 32, True) for rows in (16, 12, 10, 9)},
-}
-
-
-@pytest.mark.parametrize(("shape", "outputs", "expand_time"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("shape", "outputs", "expand_time"),
+    [
+        pytest.param((1, 8, 3, 41, 16), 16, False, id="eight frames, a ragged row"),
+        pytest.param((2, 8, 2, 9, 32), 16, False, id="two videos, two tiles of channels to one"),
+        pytest.param((1, 4, 2, 50, 16), 32, True, id="four frames become eight, one tile to two"),
+        pytest.param((1, 4, 3, 7, 16), 16, False, id="four frames"),
+        pytest.param((1, 2, 2, 73, 16), 16, True, id="two frames become four, a ragged row"),
+        pytest.param((1, 8, 1, 161, 16), 16, False, id="eight frames, a column left over"),
+        pytest.param((2, 2, 1, 5, 16), 16, False, id="two frames"),
+        pytest.param((1, 8, 2, 1, 16), 16, False, id="one column"),
+        pytest.param((1, 5, 2, 8, 16), 16, True, id="five frames, the first alone"),
+        *(
+            pytest.param((2, 1, rows, 9, 16), 32, True, id=f"an image in bands, {rows} rows")
+            for rows in (16, 12, 10, 9)
+        ),
+    ],
+)
 @pytest.mark.slow_cases(
     *("*16 rows", "*12 rows", "*9 rows", "two videos*", "*left over", "eight frames, a ragged*"),
     *("two frames", "four frames"),

@@ -157,9 +157,11 @@ def test_load_and_save_give_back_the_same_files(tmp_path, dtype):
     vae = FlaxVAEForPipelines.from_pretrained(tmp_path / "vae", dtype=dtype)
     assert {name: vae.config[name] for name in OPTIONS} == OPTIONS, "a pipeline reads them"
     vae.save_pretrained(tmp_path / "again")
-    assert (tmp_path / "again" / WEIGHTS).read_bytes() == (tmp_path / "vae" / WEIGHTS).read_bytes()
-    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("vae", "again")]
-    assert configs[0] == configs[1]
+    saved, again = (
+        ((folder / WEIGHTS).read_bytes(), json.loads((folder / "config.json").read_text()))
+        for folder in (tmp_path / "vae", tmp_path / "again")
+    )
+    assert saved == again
 
 
 def test_param_dtype_stores_and_dtype_computes():
