@@ -18,7 +18,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from safetensors.torch import load_file
 
 from cogvideox_torchax import cli, runtime, versions
-from cogvideox_torchax.arrays.compile_cache import COMPILE_CACHE_VARIABLE, device
+from cogvideox_torchax.arrays.compile_cache import COMPILE_CACHE_VARIABLE
 from cogvideox_torchax.cli import common, doctor
 from cogvideox_torchax.files import latents, video
 from cogvideox_torchax.vae.tolerances import psnr
@@ -160,7 +160,7 @@ def test_doctor_names_devices_and_versions(capsys, monkeypatch):
     assert result == result | {
         **{name: versions.installed(name) for name in (*doctor.CORE, "pyarrow")},
         "torchax works": "yes",
-        "compile cache": os.environ[runtime.COMPILE_CACHE_VARIABLE],
+        "compile cache": os.environ[COMPILE_CACHE_VARIABLE],
     }
     assert result["devices"].startswith("cpu:0")
     assert not any("is tested" in line for line in result["advice"])
@@ -592,11 +592,11 @@ def programs_in(cache: Path) -> set[str]:
 
 
 def test_compiling_for_nothing_is_refused(restored_cache, monkeypatch, capsys, refused):
-    monkeypatch.setenv(runtime.COMPILE_CACHE_VARIABLE, "off")
+    monkeypatch.setenv(COMPILE_CACHE_VARIABLE, "off")
     jax.config.update("jax_compilation_cache_dir", None)
     assert "--backend torch has no compile cache" in refused("compile", "9x24x40", "--backend", "torch")
     assert "not with flax" in refused("compile", "9x24x40", "--pipeline", "--backend", "flax")
-    assert f"the compile cache is off: set {runtime.COMPILE_CACHE_VARIABLE}" in refused("compile", "9x24x40")
+    assert f"the compile cache is off: set {COMPILE_CACHE_VARIABLE}" in refused("compile", "9x24x40")
     assert report(capsys, "doctor")["compile cache"] == "off"
 
 

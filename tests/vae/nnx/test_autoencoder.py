@@ -18,7 +18,8 @@ import torch
 import torchax
 from flax import nnx
 
-from cogvideox_torchax import flax as package, runtime, upstream
+from cogvideox_torchax import flax as package, upstream
+from cogvideox_torchax.arrays.places import ArrayProgram
 from cogvideox_torchax.flax import (
     FlaxAutoencoderKLCogVideoX,
     FlaxAutoencoderKLCogVideoXConfig,
@@ -127,7 +128,7 @@ def test_models_of_one_structure_share_a_program_and_a_changed_attribute_gives_a
 def test_of_a_numpy_array_only_a_chunk_goes_to_the_device(model, monkeypatch):
     z = np.zeros((1, 7, 3, 5, 16), np.float32)
     run = mock.Mock(return_value=(jnp.zeros((1, 1, 24, 40, 3)), None))
-    monkeypatch.setattr(runtime.ArrayProgram, "run", run)
+    monkeypatch.setattr(ArrayProgram, "run", run)
     model.decode(z)
     given = [call.args[1] for call in run.call_args_list]  # the chunk, after the weights
     assert [chunk.shape[1] for chunk in given] == [3, 2, 2]
