@@ -21,6 +21,7 @@ from cogvideox_torchax import cli, runtime, versions
 from cogvideox_torchax.arrays.compile_cache import COMPILE_CACHE_VARIABLE
 from cogvideox_torchax.cli import common, doctor
 from cogvideox_torchax.files import latents, video
+from cogvideox_torchax.runtime import device
 from cogvideox_torchax.vae.tolerances import psnr
 from tests import fixtures, processes, reference
 from tests.videos import encode_file, moving_frames, read_all, write
@@ -198,9 +199,7 @@ def test_doctor_names_the_pair_that_works(error, capsys, monkeypatch):
             raise error("'_OpNamespace' 'aten' object has no attribute '_to_copy'")
         return real(name, *rest)
 
-    monkeypatch.setattr(
-        runtime.device, "_ready_torchax", runtime.device._imported_torchax
-    )  # its result is not kept
+    monkeypatch.setattr(device, "_ready_torchax", device._imported_torchax)  # its result is not kept
     monkeypatch.setattr("builtins.__import__", broken_import)
     assert run("doctor") == 1
     pair = " ".join(f"{name}=={versions.TESTED[name].newest}" for name in ("torchax", "torch"))

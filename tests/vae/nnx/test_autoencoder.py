@@ -18,7 +18,7 @@ import torch
 import torchax
 from flax import nnx
 
-from cogvideox_torchax import flax as package, upstream
+from cogvideox_torchax import flax as package, runtime, upstream
 from cogvideox_torchax.arrays.places import ArrayProgram
 from cogvideox_torchax.flax import (
     FlaxAutoencoderKLCogVideoX,
