@@ -466,11 +466,11 @@ def test_diffusers_schedulers_compute_on_jax_what_they_do_on_the_host(kind, opti
     def step(device):
         scheduler = kind()
         scheduler.set_timesteps(4, device=device)
-        noised = scheduler.add_noise(sample.to(device), prediction.to(device) * 0.1, scheduler.timesteps[1:2])
+        timestep, predicted = [*reversed(scheduler.timesteps)][2], prediction.to(device)
         return scheduler.step(
-            prediction.to(device),
-            timestep=scheduler.timesteps[1],
-            sample=noised,
+            predicted,
+            timestep=timestep,
+            sample=scheduler.add_noise(sample.to(device), predicted * 0.1, timestep.reshape(1)),
             generator=torch.Generator().manual_seed(1),
             **options,
         )[0]
