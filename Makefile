@@ -2,7 +2,7 @@
 # make demo PROMPT="a green square grows on a white background"    the same, of another prompt
 # make test    the tests, without those marked slow: some minutes on two cores
 # make test-all    the slow ones too; of builds, meshes, lengths and caches some pairs, not their whole products
-# make test-all TESTS=tests/vae    of one folder
+# make test-all TESTS=tests/vae    those of one folder; so for test-product
 # make test-product    what those products have besides: hours on two cores
 # make test-mosaic    compiles the published models' kernels for TPUS, by the libtpu of LIBTPU: minutes a topology
 # make test-space    the page in space/, in a browser, with gradio's own versions of other packages
@@ -34,7 +34,7 @@ test-all: $(VENV)/test.done
 	$(BIN)/python -m pytest -m "not product" $(TESTS)
 
 test-product: $(VENV)/test.done
-	$(BIN)/python -m pytest -m product
+	$(BIN)/python -m pytest -m product $(TESTS)
 
 # It leaves the virtual environment with another libtpu than constraints.txt names.
 test-mosaic: $(VENV)/test.done

@@ -45,7 +45,7 @@ Above all of them are the folders of jax_kernels, in the order of their own impo
 
 OWNERS = {
     "torchax": ("cogvideox_torchax.runtime",),
-    "flax": ("cogvideox_torchax.vae.nnx", "benchmarks.wan_vae"),
+    "flax": ("cogvideox_torchax.vae.nnx",),
     "av": ("cogvideox_torchax.files.video",),
     "matplotlib": ("benchmarks.measured_tables",),
     "filelock": ("cogvideox_torchax.files.whole",),
@@ -260,7 +260,7 @@ def test_kernels_and_runtime_have_no_circle(package, name_of, first, closing):
         pytest.param(
             "cogvideox_torchax.sharding.mesh",
             "from flax import nnx",
-            "flax is imported by cogvideox_torchax.vae.nnx and benchmarks.wan_vae alone",
+            "flax is imported by cogvideox_torchax.vae.nnx alone",
             id="Flax outside of its parts",
         ),
         pytest.param(

@@ -127,7 +127,10 @@ def test_a_lora_in_a_folder_of_the_hub_is_downloaded_or_those_that_are_there_are
     ],
 )
 def test_without_guidance_all_devices_share_one_pass(models, more, mesh):
-    with patch.object(devices, "local_mesh", side_effect=ArithmeticError) as found:
+    with (
+        patch.object(generation.Generator, "load", side_effect=pytest.fail),
+        patch.object(devices, "local_mesh", side_effect=ArithmeticError) as found,
+    ):
         assert generate(models("text"), *more) == 1
     assert found.call_args.args == (*mesh, 8)
     assert make_mesh(heads=30).shape == {"dp": 1, "tp": 6}, "as many devices as divide them"

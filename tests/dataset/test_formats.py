@@ -45,7 +45,8 @@ def test_datasets_and_fastvideo_read_the_columns_of_parquet(small, encoded, tmp_
             values = np.frombuffer(row[f"{column}_bytes"], row[f"{column}_dtype"])
             assert np.array_equal(values.reshape(row[f"{column}_shape"]), tensor)
         assert row == row | {
-            **{"num_frames": 9, "height": 16, "width": 24, "fps": 10.0, "caption": f"{row['id']} — é"}
+            "text_embedding_dtype": "float32",
+            **{"num_frames": 9, "height": 16, "width": 24, "fps": 10.0, "caption": f"{row['id']} — é"},
         }
 
 

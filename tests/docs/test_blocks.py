@@ -148,7 +148,10 @@ def check(words: list[str], where: str):
     program, *rest = words
     of_laboratory = rest[:2] == ["-m", "benchmarks"]
     if program == "cogvideox-torchax" or of_laboratory:
-        laboratory.parser().parse_args(rest[2:]) if of_laboratory else cli.parser().parse_args(rest)
+        try:
+            laboratory.parser().parse_args(rest[2:]) if of_laboratory else cli.parser().parse_args(rest)
+        except SystemExit as left:
+            assert not left.code, f"{where}: no such command or option: {' '.join(words)}"
     elif program == "python" and rest[:1] == ["-m"]:
         assert importlib.util.find_spec(rest[1]), f"{where}: no module {rest[1]}"
     elif program == "python":

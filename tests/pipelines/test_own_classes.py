@@ -89,6 +89,7 @@ def test_diffusers_own_example_runs_with_one_line_added(kind, saved):
     loaders = {"load_image": lambda url: picture(), "load_video": lambda url: [*map(picture, range(count))]}
     with mock.patch.multiple("diffusers.utils", export_to_video=export, **loaders):
         exec(code, {"port": port})
+    export.assert_called_once()
     written = export.call_args.args[0]
     wanted = 49 if kind == "image" else count  # that call has a default of its own
     assert (len(written), written[0].size) == (wanted, (small_pipelines.WIDTH, small_pipelines.HEIGHT))
@@ -98,12 +99,16 @@ def loaded(directory):
     return small_pipelines.CLASSES["text"].from_pretrained(directory, dtype=torch.float32)
 
 
-def test_torchax_may_be_on_and_weights_that_were_moved_and_untied_by_hand_are_tied_again_and_stay_so(saved):
-    want = latents(loaded(saved()))
+@pytest.mark.parametrize("moved", [False, True])
+def test_torchax_may_be_on_and_weights_that_were_moved_and_untied_by_hand_are_tied_again_and_stay_so(
+    saved, moved
+):
+    want, before = latents(loaded(saved())), loaded(saved())
     torchax.enable_globally()
-    pipe = loaded(saved())
+    pipe = before if moved else loaded(saved())
     assert {type(weight) for weight in pipe.transformer.parameters()} == {torch.nn.Parameter}
-    torch.nn.Module.to(pipe.text_encoder, "jax")
+    if moved:
+        torch.nn.Module.to(pipe.text_encoder, "jax")
     for move in (
         port,
         lambda pipe: pipe.to("cpu"),

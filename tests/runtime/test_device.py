@@ -137,6 +137,7 @@ FACTORIES = {
     "Conv3d": lambda device: nn.Conv3d(3, 2, 3, device=device)(torch.ones(1, 3, 4, 4, 4).to(device)).detach(),
     "writes": written,
     "quantile": lambda device: x(device).quantile(0.5),
+    "a stack of a result": lambda device: torch.stack(LARGE.to(device).aminmax()),
     "where": lambda device: torch.where(x(device) > 1, 1.0, 0.0),
     "an index": lambda device: x(device)[x(device) > 1],
     "allclose": lambda device: torch.tensor(torch.allclose(x(device), x(device))),

@@ -96,7 +96,7 @@ def test_the_methods_of_tiles_run_in_tiles_though_tiling_is_off(build, shallow_v
     vae.disable_tiling()
     with torch.no_grad():
         got = vae.tiled_decode(z).sample, vae.tiled_encode(x)
-    assert all(map(torch.equal, map(runtime.to_torch, got), wanted))
+    assert all(torch.equal(runtime.to_torch(one), want) for one, want in zip(got, wanted, strict=True))
     assert not torch.equal(reference.run_decode(vae, z), wanted[0])
 
 

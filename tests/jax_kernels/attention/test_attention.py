@@ -202,7 +202,12 @@ def test_cudnn_gets_even_lengths_alone(queries, keys, num_keys, monkeypatch):
         jax.vjp(jax.jit(functools.partial(form, scale=0.3, num_keys=num_keys)), *operands)
         for form in (xla.cudnn, reference.attention)
     )
-    assert np.max([*map(largest_error, (y, *pull(want)), (want, *pull_plain(want)))]) < 1e-5
+    assert (
+        np.max(
+            [largest_error(*pair) for pair in zip((y, *pull(want)), (want, *pull_plain(want)), strict=True)]
+        )
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,9 @@ def test_a_thread_that_enabled_nothing_streams_and_runs_one_video_at_a_time(vae,
     @torch.no_grad()
     def work():
         reference.check_as_stock(vae, stock, z, x)
+        check_close(torch.cat(list(vae.decode_stream(runtime.to_jax(z))), 2), reference.decoded(stock, z))
+        moments = [runtime.to_torch(part.parameters) for part in vae.encode_stream(runtime.to_jax(x))]
+        check_close(torch.cat(moments, 2), reference.encoded(stock, x))
         got = vae(runtime.to_jax(x), sample_posterior=True, generator=torch.Generator().manual_seed(3)).sample
         check_close(runtime.to_torch(got), drawn)
 
