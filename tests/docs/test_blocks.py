@@ -151,7 +151,8 @@ def check(words: list[str], where: str):
         try:
             laboratory.parser().parse_args(rest[2:]) if of_laboratory else cli.parser().parse_args(rest)
         except SystemExit as left:
-            assert not left.code, f"{where}: no such command or option: {' '.join(words)}"
+            if left.code:
+                pytest.fail(f"{where}: no such command or option: {' '.join(words)}")
     elif program == "python" and rest[:1] == ["-m"]:
         assert importlib.util.find_spec(rest[1]), f"{where}: no module {rest[1]}"
     elif program == "python":
