@@ -239,5 +239,6 @@ def test_over_a_mesh_each_device_has_its_own_part_and_no_number_changes(batch, h
 
 def test_cudnn_is_left_out_where_kernels_are_off(monkeypatch):
     monkeypatch.setattr(xla, "cudnn_supports", lambda q: True)
-    found = {pallas: op._fastest(Target("cuda", pallas=pallas), None, None) for pallas in (True, False)}
+    q = jnp.zeros(1)
+    found = {pallas: op._fastest(Target("cuda", pallas=pallas), q, q) for pallas in (True, False)}
     assert found == {True: "cudnn", False: "plain"}
