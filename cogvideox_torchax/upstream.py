@@ -32,7 +32,7 @@ def _attribute(package: str, owner: Any, name: str) -> Any:
     """
     try:
         if isinstance(owner, str):
-            owner = importlib.import_module(owner)
+            owner = sys.modules.get(owner) or importlib.import_module(owner)  # an import takes longer
         return getattr(owner, name)
     except (AttributeError, ModuleNotFoundError) as error:
         home = getattr(owner, "__name__", owner)

@@ -287,17 +287,20 @@ def _run_operator(self: Any, func: Any, args: Any, options: Any, written: list[A
     is_factory = "out" in options and not any(map(on_jax, _tensors_in(args, {})))
     if is_factory or packet is aten.resize_:  # which a factory calls for its `out`
         return _on_host(func, args, options, written)
-    with upstream.dispatching(self._dispatch_mode):  # in which an operator's parts are torchax's too
-        if name.startswith("_foreach_"):  # torch computes it by one operation for each tensor
-            return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **options)
-        if "out" in options:
-            rest = {option: value for option, value in options.items() if option != "out"}
-            return _copied(options["out"], packet(*args, **rest))
-        functional = getattr(aten, name.removesuffix("_"), packet)  # `add` of `add_`
-        is_in_place = functional is not packet and len(written) == 1 and written[0] is args[0]
-        if is_in_place and packet is not aten.embedding_renorm_:
-            _assign(args[0], functional(*args, **options).to(args[0].dtype).jax())  # maybe of another shape
-            return args[0]
+    if written or name.startswith("_foreach_"):
+        with upstream.dispatching(self._dispatch_mode):  # in which an operator's parts are torchax's too
+            if name.startswith("_foreach_"):  # torch computes it by one operation for each tensor
+                return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **options)
+            if "out" in options:
+                rest = {option: value for option, value in options.items() if option != "out"}
+                return _copied(options["out"], packet(*args, **rest))
+            functional = getattr(aten, name.removesuffix("_"), packet)  # `add` of `add_`
+            is_in_place = functional is not packet and len(written) == 1 and written[0] is args[0]
+            if is_in_place and packet is not aten.embedding_renorm_:
+                _assign(
+                    args[0], functional(*args, **options).to(args[0].dtype).jax()
+                )  # maybe of another shape
+                return args[0]
     try:
         result = run(args, dict(options))  # which takes options out as it reads them
         returns = func._schema.returns
