@@ -3,7 +3,7 @@
 # make test    the tests, without those marked slow: some minutes on two cores
 # make test-all    the slow ones too; of builds, meshes, lengths and caches some pairs, not their whole products
 # make test-all TESTS=tests/vae    those of one folder; so for test-product
-# make test-product    what those products have besides: hours on two cores
+# make test-product    what those products have besides: some minutes on two cores
 # make test-mosaic    compiles the published models' kernels for TPUS, by the libtpu of LIBTPU: minutes a topology
 # make test-space    the page in space/, in a browser, with gradio's own versions of other packages
 # make lint    ruff and pyright
