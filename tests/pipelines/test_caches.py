@@ -217,6 +217,7 @@ def is_as_stock(pipe, **overrides):
 
 
 def test_a_cache_enabled_before_the_port_is_traced_once_and_begins_anew_with_each_run(ported):
+    runtime.forget_programs(ported.transformer)  # those of earlier tests
     network = ported.transformer.step_cache
     with compilations("CachedStep") as compiled:
         assert is_as_stock(ported)

@@ -267,7 +267,7 @@ def reads_globals(self, x):
 CHANGES = {
     "a helper's number": lambda patch: patch.setitem(globals(), "FACTOR", 12.0),
     "a flag": lambda patch: patch.setitem(globals(), "ENABLED", True),
-    "another tensor": lambda patch: patch.setitem(globals(), "TABLE", torch.full((4,), 3.0)),
+    "another tensor": lambda patch: patch.setitem(globals(), "TABLE", torch.full((4,), 5.0)),
     "a tensor's values": lambda _patch: TABLE.mul_(3),
     "an item": lambda patch: patch.setitem(CONFIG, "weight", 12.0),
     "a module's attribute": lambda patch: patch.setattr(settings, "weight", 12.0),
