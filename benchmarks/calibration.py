@@ -208,10 +208,17 @@ def cases_of(kind: str) -> list[str]:
 
 
 def run(options: Any) -> None:
-    """Estimate all cases, and keep them beside their published times."""
+    """Estimate all cases, and keep them beside their published times.
+
+    Raises:
+        ValueError: the checkout has no maxdiffusion.
+    """
+    checkout = options.maxdiffusion
+    if checkout is not None and not (checkout / "src/maxdiffusion").is_dir():
+        raise ValueError(f"{checkout} has no src/maxdiffusion: give a checkout of maxdiffusion")
     rows: dict[str, Any] = {}
     for name, (_program, _shapes, seconds, bound, source) in CASES.items():
-        estimate = estimated(name, options.maxdiffusion)
+        estimate = estimated(name, checkout)
         rows[name] = {"seconds": seconds, "estimate": estimate, "bound": bound, "source": source}
         print(name, rows[name], flush=True)
     keep("calibration", {"rows": rows}, "jax", "libtpu")

@@ -297,9 +297,8 @@ def _run_operator(self: Any, func: Any, args: Any, options: Any, written: list[A
             functional = getattr(aten, name.removesuffix("_"), packet)  # `add` of `add_`
             is_in_place = functional is not packet and len(written) == 1 and written[0] is args[0]
             if is_in_place and packet is not aten.embedding_renorm_:
-                _assign(
-                    args[0], functional(*args, **options).to(args[0].dtype).jax()
-                )  # maybe of another shape
+                # The result may have another shape.
+                _assign(args[0], functional(*args, **options).to(args[0].dtype).jax())
                 return args[0]
     try:
         result = run(args, dict(options))  # which takes options out as it reads them

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import calibration, pages
+from benchmarks import __main__ as command, calibration, pages
 from benchmarks.plan import chips, hlo, links, programs
 
 HLO = """
@@ -71,6 +71,12 @@ def test_published_times_give_the_intervals_of_estimates(monkeypatch):
     shares = {programs.SCHEDULED: 2.0, programs.PRODUCTS: 1.0, programs.MOVES: 1.0, programs.STREAMED: 1.0}
     found = calibration.interval({"shares": shares, "collective_seconds": {"all-to-all": 1.0}})
     assert found == pytest.approx((2.0 + 0.9 + 2 * 0.87 + 1.0, 2.4 + 1.0 + 2 * 1.15 + 1.0))
+
+
+def test_calibrate_refuses_a_checkout_without_maxdiffusion_before_any_work(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(calibration, "estimated", None)
+    assert command.main(["calibrate", "--maxdiffusion", str(tmp_path)]) == 2
+    assert "has no src/maxdiffusion: give a checkout" in capsys.readouterr().err
 
 
 def test_a_device_runs_the_published_programs_of_its_generation(monkeypatch):
