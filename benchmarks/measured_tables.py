@@ -158,7 +158,24 @@ def compiling() -> str:
     )
 
 
-# Errors, and programs of others
+# Errors, and versions
+
+
+def layers() -> str:
+    """Return a table of both builds' errors in float32: of each kind of layer its worst, and the whole."""
+    results = {
+        result["backend"]: result for result in kept("verify")["results"] if result["dtype"] == "float32"
+    }
+    worst: dict[str, dict[str, float]] = {}
+    for build in ("torchax", "flax"):
+        errors = [(layer["name"], layer["relative"]) for layer in results[build]["layers"]]
+        errors += [(f"{name}, whole", error["relative"]) for name, error in results[build]["whole"].items()]
+        for name, error in errors:
+            kind = next(part for part in reversed(name.split(".")) if not part.isdecimal())
+            row = worst.setdefault(kind, {"torchax": 0.0, "flax": 0.0})
+            row[build] = max(row[build], error)
+    rows = [(kind, *(f"{error:.1e}" for error in row.values())) for kind, row in worst.items()]
+    return table(("layers", "torchax", "Flax"), rows)
 
 
 def tiny_vae() -> str:

@@ -29,6 +29,8 @@ TESTS = (
     "tests/test_upstream.py",
     "tests/test_porting.py",
     "tests/files",
+    "tests/arrays/test_exported.py",
+    "tests/runtime/test_device.py",
     "tests/jax_kernels/conv3d/test_conv3d.py",
     "tests/jax_kernels/test_contract.py::test_a_tpu_runs_its_pallas_kernels_until_they_are_switched_off",
     "tests/jax_kernels/dense",
@@ -38,7 +40,7 @@ TESTS = (
     "tests/vae/nnx/test_autoencoder.py",
     "tests/vae/torchax/test_streams.py",
 )
-"""About three minutes: what touches other packages' names, the kernels, both builds, pipelines."""
+"""About four minutes: what touches other packages' names, the device, the kernels, both builds, pipelines."""
 
 
 def declared() -> dict[str, str]:

@@ -101,7 +101,7 @@ def randomized(module):
 
 
 def on_jax(vae):
-    """Port and move the model, with torchax enabled for the whole test session."""
+    """Port the model, and move it to JAX."""
     return port(vae).to("jax")
 
 
@@ -148,11 +148,7 @@ def encoded(stock: AutoencoderKLCogVideoX, x: torch.Tensor) -> torch.Tensor:
 def _answer(kind, stock, given, compute):
     key = kind, id(stock), tuple(given.shape), given.dtype, given.float().numpy().tobytes()
     if key not in _answers:
-        # Where torchax is on, each of PyTorch's own operations takes its way too.
-        _answers[key] = (
-            stock,
-            torch.no_grad()(compute)(),
-        )  # kept: its id stays its own
+        _answers[key] = stock, torch.no_grad()(compute)()  # the model is kept, so that no other has its id
     return _answers[key][1].clone()
 
 

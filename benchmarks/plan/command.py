@@ -167,8 +167,6 @@ CASES = {
         for model in ("5b", "2b")
         for name, slice_ in (("v5e-1", "--topology v5e:1x1"), ("v6e-1", ONE), ("v6e-8", f"{EIGHT} --tp 8"))
     },
-    "network-prompt-v6e-1": f"--network prompt --model 5b {ONE}",
-    "network-prompt-v6e-8": f"--network prompt --model 5b {EIGHT} --dp 2 --tp 4",
     "cached-first-block": f"{STEP} --cache first-block:0.1 --skips 20",
     "cached-pab": f"{STEP} --cache pab",
     "cached-magcache": f"{STEP} --cache magcache:{RESULTS.parent / 'ratios.json'}",

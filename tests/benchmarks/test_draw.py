@@ -1,6 +1,7 @@
 """The tables of the documents, and the report of a run."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +46,18 @@ def cells(text):
 def test_a_page_shows_what_its_results_hold(page, name):
     text = (pages.ROOT / page).read_text()
     assert pages.filled(text, name, draw.TABLES[page, name]()) == text, "run: python -m benchmarks draw"
+
+
+def test_every_result_is_drawn_or_linked(monkeypatch):
+    opened, open_file = set(), Path.open
+    monkeypatch.setattr(
+        Path, "open", lambda path, *args, **how: opened.add(path.name) or open_file(path, *args, **how)
+    )
+    texts = [page.read_text() for page in (pages.ROOT / "docs").glob("*.md")]
+    for drawn in draw.TABLES.values():
+        drawn()
+    linked = {name for text in texts for name in re.findall(r"benchmarks/results/([\w-]+\.json)", text)}
+    assert {path.name for path in pages.RESULTS.rglob("*.json")} <= opened | linked
 
 
 def test_sentences_say_what_the_tables_beside_them_say():

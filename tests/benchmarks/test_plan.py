@@ -231,7 +231,7 @@ def test_a_hollow_model_has_shapes_and_no_weights():
         (["--pipeline", "5b", "--cache", "pab"], "--cache does not go with --network pipeline"),
         (["--pipeline", "5b", "--model", "2b"], "give one of them"),
         (["--cases", "no-such-case"], "got case no-such-case: one of plan-v6e-1-decode-torchax"),
-        (["--cases", "network-prompt-v6e-1", "--dp", "2"], "got --dp: a case has its own options"),
+        (["--cases", "network-step-5b-v6e-1", "--dp", "2"], "got --dp: a case has its own options"),
     ],
 )
 def test_a_plan_that_cannot_be_made_is_one_line(arguments, words, refused):

@@ -197,3 +197,7 @@ class FlaxVAEForPipelines(ChunkedVAE):
         """Return the results of the Flax model; the arguments are those of `ChunkedVAE.results`."""
         step = self.flax_vae.step(direction, plan, as_uint8=as_uint8)
         return (jnp.moveaxis(result, -1, 1) for result in run(step, map(to_array, chunks)))
+
+
+VAEForPipelines = FlaxVAEForPipelines
+"""The name by which diffusers before 0.40 asks for the class: when it loads a pipeline, it strips `Flax`."""
