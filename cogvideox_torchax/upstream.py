@@ -96,6 +96,8 @@ def add_python_device(operators: dict[str, Any]) -> None:
     library = torch.library.Library("aten", "IMPL")
     for name, function in operators.items():
         library.impl(name, function, "PrivateUse1")
+    # PyTorch would ask the device for pinned memory, of which a device in Python has none.
+    library.impl("_pin_memory", lambda tensor, device=None: tensor.clone(), "CPU")
     _PYTHON_DEVICE.extend((hook, guard, library))
 
 

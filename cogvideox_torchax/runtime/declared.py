@@ -14,6 +14,7 @@ from diffusers.configuration_utils import FrozenDict
 from jax.sharding import Mesh, PartitionSpec
 from torch import nn
 
+from cogvideox_torchax.runtime.layers import is_profiling
 from cogvideox_torchax.runtime.trees import LIBRARIES, OF_EACH, UNREAD, change_in
 
 VALUES = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size, PartitionSpec)
@@ -23,9 +24,12 @@ logger = logging.getLogger("cogvideox_torchax")
 
 
 def declared(network: nn.Module, place: Any) -> str | None:
-    """Return the text of a network and its devices; None if it is not stock, or has an object of a user's."""
+    """Return the text of a network and its devices; None if it is not stock, or has an object of a user's.
+
+    In a profile it is None too, as a file's instructions do not have the names of layers.
+    """
     try:
-        return None if change_in(network) else _text((network, place), {})
+        return None if is_profiling() or change_in(network) else _text((network, place), {})
     except TypeError as error:  # of `_text`
         logger.debug("%s: each process traces it anew: %s", type(network).__name__, error)
         return None

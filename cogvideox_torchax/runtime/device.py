@@ -91,12 +91,29 @@ def register() -> Any:
     _correct_tables(torchax)
     replace_functions(torchax.ops.ops_registry)
     views.share_views(kind)
+    kind.__format__ = _formatted
+    write = kind.__setitem__
+    kind.__getitem__ = lambda self, key: torch.Tensor.__getitem__(self, _indices(key))
+    # Gradients flow back through `to` to a value of the host.
+    kind.__setitem__ = lambda self, key, value: write(
+        self, *_map_tensors(lambda tensor: tensor.to("jax"), (_indices(key), value), {})[0]
+    )
     torchax.tensor.Environment.dispatch = _dispatch(torchax.tensor.Environment.dispatch)
     upstream.add_python_device(
         {"empty.memory_format": _empty, "empty_strided": _empty, "_to_copy": _to_copy}
         | {name: functools.partial(_made_on_host, name) for name in OF_UNKNOWN_SIZE}
     )
     return torchax
+
+
+def _indices(key: Any) -> tuple[Any, ...]:
+    """Return an index whose lists are tensors: PyTorch would make them on "meta", a wrapper's own device."""
+    return tuple(
+        torch.tensor(part, dtype=None if len(part) else torch.int64)
+        if isinstance(part, list | tuple | range)
+        else part
+        for part in (key if isinstance(key, tuple) else (key,))
+    )
 
 
 def _imported_torchax() -> Any:
@@ -201,9 +218,23 @@ _WHOLE = (F.scaled_dot_product_attention, F.one_hot, torch.Tensor.__getitem__)
 """The functions that run as one operation of torchax's where no gradients are recorded."""
 
 
+class _Fetched(torch.autograd.Function):
+    """A copy on the host, whose gradient goes to JAX: PyTorch's own would go to "meta"."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Any, dtype: torch.dtype) -> torch.Tensor:
+        return fetched(source).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return to_jax(gradients[0]), None
+
+
 def _to(source: Any, *args: Any, **options: Any) -> Any:
     """Do what `to` does on JAX, where PyTorch's wrapper may have the dtype that `data` had before."""
     device, dtype = device_and_dtype(args, options)
+    if on_jax(source) and str(device).startswith("cpu") and views.records_gradients([source]):
+        return _Fetched.apply(source, dtype or source.dtype)
     if not on_jax(source) or not (device is None or is_jax_device(device)):
         raise import_torchax().tensor.OperatorNotFound("a move from JAX or to it")
     if dtype in (None, source.dtype) and not views.asks_for_a_copy(args, options):
@@ -226,6 +257,7 @@ def _fill_diagonal(tensor: Any, value: float, wrap: bool = False) -> Any:
 
 _INSTEAD: dict[Any, Callable[..., Any]] = {
     torch.Tensor.to: _to,
+    torch.Tensor.cpu: lambda source, **_: _to(source, "cpu"),
     torch.Tensor.float: lambda source, **_: _to(source, torch.float32),
     torch.Tensor.half: lambda source, **_: _to(source, torch.float16),
     torch.Tensor.bfloat16: lambda source, **_: _to(source, torch.bfloat16),
@@ -532,6 +564,11 @@ def _shown(tensor: Any) -> str:
     if upstream.is_traced(tensor.jax()):
         return f"tensor({tensor.jax()}, device='jax:0')"
     return f"{repr(fetched(tensor)).removesuffix(')')}, device='jax:0')"
+
+
+def _formatted(tensor: Any, form: str) -> str:
+    is_number = not tensor.ndim and not upstream.is_traced(tensor.jax())
+    return format(fetched(tensor).item() if is_number else str(tensor), form)
 
 
 # A program: torchax is on while it is traced

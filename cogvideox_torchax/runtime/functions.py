@@ -97,14 +97,20 @@ def _attention(torchax_attention: Callable[..., Any]) -> Callable[..., Any]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
-        is_plain = not (dropout_p or is_causal or enable_gqa)
-        if is_plain and _kernel_takes(query, key, value, attn_mask):
-            return _attend(query, key, value, attn_mask, scale)
-        tensors = (
-            None if x is None else torchax.interop.torch_view(x) for x in (query, key, value, attn_mask)
-        )
-        options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        return torchax_attention(*tensors, **options).jax()
+        has_keys: Any = True
+        if attn_mask is not None:
+            # A query without keys attends to all, so that its gradients are finite, and results in zeros.
+            has_keys = (attn_mask > (False if attn_mask.dtype == bool else -jnp.inf)).any(-1, keepdims=True)
+            attn_mask = jnp.where(has_keys, attn_mask, jnp.asarray(attn_mask.dtype == bool, attn_mask.dtype))
+        if not (dropout_p or is_causal or enable_gqa) and _kernel_takes(query, key, value, attn_mask):
+            result = _attend(query, key, value, attn_mask, scale)
+        else:
+            options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+            tensors = (
+                None if x is None else torchax.interop.torch_view(x) for x in (query, key, value, attn_mask)
+            )
+            result = torchax_attention(*tensors, **options, enable_gqa=enable_gqa).jax()
+        return result if attn_mask is None else jnp.where(has_keys, result, 0)
 
     return call
 

@@ -51,6 +51,8 @@ def written(device):
     y[1:, ::2] = 5
     y.T[0].add_(1)
     y[y > 4] *= 2
+    y[[0, 2], 1:3] = torch.tensor([7.0, 8.0])
+    y[torch.tensor([1]), range(2)] = 3
     return y
 
 
@@ -79,8 +81,26 @@ def in_float32(name, device, **options):
     return getattr(torch.full((70000,), 1.5).half().to(device), name)(dtype=torch.float32, **options)
 
 
+def attended(device, mask):
+    q = torch.linspace(-3, 3, 80).reshape(2, 2, 5, 4).to(device)
+    return F.scaled_dot_product_attention(q, q.flip(2), q * 2, attn_mask=mask.to(device))
+
+
 INDEX = torch.tensor([1, 0])
+NO_KEYS = torch.tensor([True, False])[:, None, None, None]  # for the second video
+INDICES = ([2, 0], (slice(None), [1, 0]), ([0, 1], (1, 1)), range(2), (..., [True, False]), [])
 FACTORIES = {
+    **{
+        f"{name}, index {index}": lambda device, whole=whole, index=index: whole.to(device)[index]
+        for name, whole in (
+            ("known", torch.arange(12.0).reshape(3, 2, 2)),
+            ("large", LARGE.reshape(-1, 2, 2)),
+        )
+        for index in INDICES
+    },
+    "no keys": lambda device: attended(device, NO_KEYS.expand(2, 1, 1, 5)),
+    "no keys for each query": lambda device: attended(device, NO_KEYS.expand(2, 2, 5, 5)),
+    "no keys by a float": lambda device: attended(device, torch.where(NO_KEYS, 0.0, -torch.inf)),
     "an embedding of bounded norm": lambda device: bounded(device, 2),
     "a large embedding of bounded norm": lambda device: bounded(device, 600),
     "diagonals": diagonals,
@@ -185,7 +205,7 @@ def test_a_tensor_goes_there_and_back_by_each_way():
     assert torch.equal(moved.cpu(), x("cpu"))
     assert moved.tolist() == x("cpu").tolist()
     assert repr(moved[0, 0]) == "tensor([-2.0000, -1.8261, -1.6522, -1.4783], device='jax:0')"
-    assert f"{moved.max().item():.1f} {float(moved[0, 0, 0])} {int(moved[0, 0, 0])}" == "2.0 -2.0 -2"
+    assert f"{moved.max():.1f} {float(moved[0, 0, 0])} {int(moved[0, 0, 0])}" == "2.0 -2.0 -2"
 
 
 def test_tensors_of_the_host_mix_with_those_on_jax():
@@ -194,6 +214,7 @@ def test_tensors_of_the_host_mix_with_those_on_jax():
         assert runtime.on_jax(mixed)
     assert torch.equal((torch.tensor(2.0) * there).cpu(), 2 * host)
     assert torch.equal(host.clone().copy_(there), host)
+    assert torch.equal(host.pin_memory(), host), "which PyTorch would ask the device for"
     table = torch.tensor([0.1, 0.7], dtype=torch.float64)
     assert table[torch.tensor(1).to("jax")] == table[1]  # a lookup by a number stays where the table is
     with pytest.raises(
@@ -244,7 +265,7 @@ def test_gradients_pass_through_functions_that_torchax_has_whole():
         moved = leaf.to(device)
         y = F.pad(moved[:, 1:], (1, 1))
         y = F.linear(y, torch.ones(2, 6).to(device)) + moved.to(torch.bfloat16).float()[..., :2].mean()
-        F.interpolate(y, scale_factor=2).pow(2).sum().backward()
+        (F.interpolate(y, scale_factor=2).cpu().pow(2).sum() + y.to("cpu", torch.float64).sum()).backward()
         return leaf.grad
 
     with torch.enable_grad():
@@ -343,6 +364,7 @@ GRADIENTS = {
     "a number": lambda y, v: y.__setitem__((slice(None), slice(1)), 0.0),
     "a tensor": lambda y, v: y.__setitem__(0, v.detach()),
     "one with a gradient": lambda y, v: y.__setitem__((slice(None), 1), v[:3]),
+    "one of the host with a gradient": lambda y, v: y.__setitem__([2], v.cpu()),
     "a slice of a slice": lambda y, v: y[1:][0].__setitem__(slice(2), v[:2]),
     "in place": lambda y, v: y[0].mul_(v),
     "a copy": lambda y, v: y[:, 1:].copy_(v[1:]),
