@@ -19,7 +19,7 @@ class Tested:
 
 
 TESTED = {
-    "torch": Tested("2.13.0", "2.15.0"),
+    "torch": Tested("2.13.0", "2.14.1"),
     "torchax": Tested("0.0.14.dev20261026", "0.0.14.dev20261026"),
     "jax": Tested("0.10.2", "0.12.0.1"),
     "diffusers": Tested("0.42.1", "0.42.1"),
