@@ -92,28 +92,12 @@ def register() -> Any:
     replace_functions(torchax.ops.ops_registry)
     views.share_views(kind)
     kind.__format__ = _formatted
-    write = kind.__setitem__
-    kind.__getitem__ = lambda self, key: torch.Tensor.__getitem__(self, _indices(key))
-    # Gradients flow back through `to` to a value of the host.
-    kind.__setitem__ = lambda self, key, value: write(
-        self, *_map_tensors(lambda tensor: tensor.to("jax"), (_indices(key), value), {})[0]
-    )
     torchax.tensor.Environment.dispatch = _dispatch(torchax.tensor.Environment.dispatch)
     upstream.add_python_device(
         {"empty.memory_format": _empty, "empty_strided": _empty, "_to_copy": _to_copy}
         | {name: functools.partial(_made_on_host, name) for name in OF_UNKNOWN_SIZE}
     )
     return torchax
-
-
-def _indices(key: Any) -> tuple[Any, ...]:
-    """Return an index whose lists are tensors: PyTorch would make them on "meta", a wrapper's own device."""
-    return tuple(
-        torch.tensor(part, dtype=None if len(part) else torch.int64)
-        if isinstance(part, list | tuple | range)
-        else part
-        for part in (key if isinstance(key, tuple) else (key,))
-    )
 
 
 def _imported_torchax() -> Any:

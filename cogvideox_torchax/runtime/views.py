@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
 from cogvideox_torchax.arrays.forks import check_not_forked
@@ -100,10 +101,24 @@ def records_gradients(tensors: Iterable[Any]) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
+def _indices(key: Any) -> tuple[Any, ...]:
+    """Return an index whose lists are tensors: PyTorch would make them on "meta", a wrapper's own device."""
+    return tuple(
+        torch.tensor(part, dtype=None if len(part) else torch.int64)
+        if isinstance(part, list | tuple | range)
+        else part
+        for part in (key if isinstance(key, tuple) else (key,))
+    )
+
+
 def _set_item(write: Callable[..., None]) -> Callable[..., None]:
-    """Return torchax's `__setitem__`, which knows no gradients, as PyTorch's where it records them."""
+    """Return torchax's `__setitem__`, which knows no gradients, as PyTorch's where it records them.
+
+    Tensors of the host are moved to JAX. Gradients flow back to them.
+    """
 
     def call(self: Any, key: Any, value: Any) -> None:
+        key, value = pytree.tree_map_only(torch.Tensor, lambda x: x.to("jax"), (_indices(key), value))
         if records_gradients(each for each in (self, value) if isinstance(each, torch.Tensor)):
             torch.Tensor.__setitem__(self, key, value)
         else:
@@ -161,6 +176,7 @@ def share_views(tensor_class: Any) -> None:
 
     tensor_class.detach = detach
     tensor_class.data = property(detach, _set_data)  # torchax's getter returns the tensor itself
+    tensor_class.__getitem__ = lambda self, key: torch.Tensor.__getitem__(self, _indices(key))
     tensor_class.__setitem__ = _set_item(tensor_class.__setitem__)
     tensor_class.is_meta = False  # of a tensor on torch's "meta" device, `nn.init.orthogonal_` fills nothing
     # torch's reads the shape that a tensor was made with, which `t_` has changed since.
